@@ -36,7 +36,7 @@ _ALL_REGISTERS = 255
 
 _CHOICES: dict[Operator, dict[str, list[int]]] = {
     "shrink": {"BLOCK_K": [128, 256, 512], "num_warps": [2, 4, 8], "num_stages": [2, 4]},
-    "expand": {"BLOCK_N": [128, 256, 512], "num_warps": [2, 4, 8], "num_stages": [2]},
+    "expand": {"BLOCK_N": [128, 256, 512, 1024], "num_warps": [2, 4, 8], "num_stages": [2]},
     "update": {"BLOCK_K": [256, 512], "BLOCK_N": [128, 256], "num_warps": [4, 8], "num_stages": [3, 4]},
 }
 

@@ -37,7 +37,7 @@ _LARGEST_BLOCK_K, _LEAST_BLOCK_K = 128, 32
 
 _FEW = {"IS_TURNED": False, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
 _MORE = {"IS_TURNED": True, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
-_SIZES: dict[int, dict[str, Any]] = {16: _FEW, 64: _MORE, MAX_ROWS: _MORE}
+_SIZES: dict[int, dict[str, Any]] = dict(zip((*ROW_BOUNDS, MAX_ROWS), (_FEW, _MORE, _MORE), strict=True))
 """Of a program, by the most rows that it serves: the best of some on an H200, over the linears of 8B."""
 
 _WIDE = {"IS_TURNED": False, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3}
@@ -87,12 +87,12 @@ def quantized_linear(x: torch.Tensor, weight: UnpackedWeight, bias: torch.Tensor
 def linear_of_codes(x: torch.Tensor, weight: Codes, bias: torch.Tensor | None) -> torch.Tensor:
     """x W^T + bias, [rows, outputs] in the dtype of x: float32, bfloat16 or float16."""
     most_rows = MAX_WIDE_ROWS if x.dtype == torch.float32 else MAX_ROWS
-    if len(x) <= most_rows and has_tiles(weight):
-        return multiply(x, weight, bias, plan_of(weight, len(x), x.dtype == torch.float32))
+    if len(x) <= most_rows and _has_tiles(weight):
+        return _multiply(x, weight, bias, plan_of(weight, len(x), x.dtype == torch.float32))
     return F.linear(x, dequantized(weight, x.dtype), bias)
 
 
-def has_tiles(weight: Codes) -> bool:
+def _has_tiles(weight: Codes) -> bool:
     """Whether no tile of the least inputs spans two groups."""
     return weight.scales.shape[1] == 1 or weight.group_size % _LEAST_BLOCK_K == 0
 
@@ -132,7 +132,7 @@ def _most_inputs(weight: Codes) -> int:
     return min(_LARGEST_BLOCK_K, weight.group_size & -weight.group_size)
 
 
-def multiply(x: torch.Tensor, weight: Codes, bias: torch.Tensor | None, plan: Plan) -> torch.Tensor:
+def _multiply(x: torch.Tensor, weight: Codes, bias: torch.Tensor | None, plan: Plan) -> torch.Tensor:
     """`linear_of_codes` of few rows, by a plan."""
     assert x.stride(1) == 1
     num_rows, num_outputs = len(x), len(weight.codes)
@@ -173,7 +173,7 @@ def dequantized(weight: Codes, dtype: torch.dtype) -> torch.Tensor:
     """The weight as floats, [outputs, in_features]: computed in float32, and rounded once."""
     num_outputs = len(weight.codes)
     result = torch.empty(num_outputs, weight.in_features, dtype=dtype, device=weight.codes.device)
-    constants = dequantize_constants(weight.kind, _most_inputs(weight) if has_tiles(weight) else 0)
+    constants = dequantize_constants(weight.kind, _most_inputs(weight) if _has_tiles(weight) else 0)
     grid = (
         cdiv(num_outputs, constants["BLOCK_N"]),
         cdiv(weight.in_features, constants["BLOCK_K"]),
