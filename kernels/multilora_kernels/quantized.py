@@ -5,13 +5,13 @@ floats. The rounding that made the codes is the only one: activations stay float
 has the same bits beside any other rows. Where a weight `may_unpack` it also has the bits of `packed_linear` with the
 weight in float32.
 
-Elsewhere activations become integers beside codes of 4 bits, where the processor multiplies these quicker: 32
+Elsewhere activations become integers beside integer codes, where the processor multiplies these quicker: 32 to 128
 neighbouring inputs share a power of two, of which each is a multiple to 23 bits of the largest one. Their products are
 exact, and the result is as near to the exact one as that of floats.
 
-Where activations may be rounded, as bfloat16 arithmetic does, they become integers of 15 bits, beside codes of 8 bits
-too; or the processor multiplies pairs of bfloat16: then activations are rounded to these, to the nearest, and the
-products of a group are added up before its scale multiplies them.
+Where activations may be rounded, as bfloat16 arithmetic does, they become integers of 15 bits; or the processor
+multiplies pairs of bfloat16: then activations are rounded to these, to the nearest, and the products of a group are
+added up before its scale multiplies them.
 """
 
 from __future__ import annotations
@@ -197,7 +197,8 @@ class QuantizedWeight:
         if self.code_type is CodeType.INT4:
             return self._empty(words, dtype, (1,) if self._rounds_to_bfloat16 else ())
         if self._rounds_to_bfloat16 or self._digits:
-            return self._empty(words * _WORD_INPUTS // _PAIR, dtype, (_PAIR,))
+            inputs = _BYTE_ITEM if self._digits > 1 else _PAIR
+            return self._empty(words * _WORD_INPUTS // inputs, dtype, (inputs,))
         return self._empty(self.shape[1], dtype)
 
     def _empty(self, items: int, dtype: torch.dtype, parts: tuple[int, ...] = ()) -> torch.Tensor:
@@ -251,7 +252,10 @@ _WORD_INPUTS = 8
 """Inputs whose codes of 4 bits are one word. For products of pairs all codes are padded to a multiple of it."""
 
 _PAIR = 2
-"""Inputs whose codes of 8 bits lie side by side for products of pairs."""
+"""Inputs whose codes of 8 bits lie side by side for products of pairs, or of activations of one digit."""
+
+_BYTE_ITEM = 4
+"""The same for activations of several digits, of a byte each."""
 
 _STORED = {CodeType.INT4: torch.int32, CodeType.INT8: torch.int8, CodeType.FP8: torch.uint8}
 _MULTIPLIED = {**_STORED, CodeType.FP8: torch.float8_e4m3fn}

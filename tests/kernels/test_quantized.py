@@ -142,16 +142,29 @@ def random_rows(rows: int, in_features: int) -> torch.Tensor:
 def as_multiplied(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     """x as this processor multiplies it with the weight, in float64: as it is, in bfloat16, or as integers."""
     if weight.panels.digits:
-        return as_integers(x, weight.panels.digits)
+        return as_integers(x, weight.panels.digits, span_of(weight))
     return x.bfloat16().double() if weight.panels.codes.dim() == 5 else x.double()
 
 
-def as_integers(x: torch.Tensor, digits: int) -> torch.Tensor:
-    """Each input as the nearest multiple of a power of two, which the largest of 32 neighbours decides, in float64."""
-    spans = torch.nn.functional.pad(x.double(), (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
-    _, exponents = torch.frexp(spans.abs().amax(2, keepdim=True) * 1.004)
+def span_of(weight: QuantizedWeight) -> int:
+    """The neighbouring inputs whose integers share a power of two."""
+    if capability() == "avx2":
+        return 32
+    is_one_group = weight.num_groups == 1
+    return next(span for span in (128, 64, 32) if is_one_group or weight.group_size % span == 0)
+
+
+def as_integers(x: torch.Tensor, digits: int, span: int) -> torch.Tensor:
+    """Each input as the nearest multiple of a power of two, which the largest of its span decides, in float64."""
+    _, exponents = torch.frexp(largest_of_spans(x.double(), span) * 1.004)
     units = torch.pow(2.0, (exponents - bits_of(digits)).double())
-    return (torch.round(spans / units) * units).flatten(1)[:, : x.shape[1]]
+    return torch.round(x.double() / units) * units
+
+
+def largest_of_spans(x: torch.Tensor, span: int) -> torch.Tensor:
+    """For each input the largest magnitude of its span, [rows, in_features]."""
+    spans = torch.nn.functional.pad(x, (0, -x.shape[1] % span)).unflatten(1, (-1, span))
+    return spans.abs().amax(2).repeat_interleave(span, 1)[:, : x.shape[1]]
 
 
 def bits_of(digits: int) -> int:
@@ -231,7 +244,7 @@ def test_integers_are_as_near_to_activations_as_they_promise_however_different_t
     y = quantized_linear(x, weight).double()
     assert y.equal(as_multiplied(x, weight))
     if weight.panels.digits:
-        largest = x.unflatten(1, (3, 32)).abs().amax(2).repeat_interleave(32, 1).double()
+        largest = largest_of_spans(x.double(), span_of(weight))
         assert ((y - x.double()).abs() <= 1.004 * largest * 2.0 ** -bits_of(digits)).all()
 
 
@@ -250,10 +263,11 @@ def test_what_is_no_number_stays_none_and_reaches_no_other_row(kind, group_size,
     assert y[others].equal(expected[others])
 
 
+@pytest.mark.parametrize("shape", [(311, 700, 32), (97, 1000, 128), (50, 448, 64), (50, 553, 553)])
 @pytest.mark.parametrize("may_round", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_the_same_bits_whoever_else_is_there_and_however_many_threads(kind, may_round):
-    weight, x = Codes.random((311, 700, 32), kind).weight(may_round=may_round), random_rows(300, 700)
+def test_a_row_is_the_same_bits_whoever_else_is_there_and_however_many_threads(kind, may_round, shape):
+    weight, x = Codes.random(shape, kind).weight(may_round=may_round), random_rows(300, shape[1])
     expected = quantized_linear(x, weight)
     for threads, rows in itertools.product((1, 2, 3), (*ROWS, 300)):
         with torch_threads(threads):

@@ -6,8 +6,6 @@
 // is its product with a weight. In bfloat16 an activation is one such number, the nearest. Every output is one chain
 // of sums, kMatrixInputs inputs after the others, and of these the smallest parts first, so that it depends on neither the
 // other rows nor the thread.
-//
-// Source of the instructions: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
 #if defined(__x86_64__)
 
 #include <cpuid.h>
@@ -21,6 +19,7 @@
 
 #include "cache_lines.h"
 #include "target.h"
+#include "tiles.h"
 #include "work.h"
 
 MULTILORA_TARGET("avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")
@@ -28,19 +27,8 @@ MULTILORA_TARGET("avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")
 namespace multilora {
 namespace {
 
-constexpr int64_t kTileRows = 16;
-constexpr int64_t kRowBytes = 64;
-constexpr int64_t kTileBytes = kTileRows * kRowBytes;
-constexpr int64_t kLanes = 16;
-constexpr int64_t kWidth = kPanelVectors * kLanes;
 // Steps from the request for a tile of weights to the step that uses it. Earlier requests gain nothing.
 constexpr int64_t kFetchSteps = 1;
-
-struct alignas(kRowBytes) TileConfiguration {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
 
 // Bytes of all parts of an activation.
 template <int Parts>
@@ -57,45 +45,6 @@ struct RowGroup {
   int64_t part_bytes() const { return rows * kRowBytes; }
   const char* x(const LinearTask& task) const {
     return static_cast<const char*>(task.x_parts) + first * task.in_features * kPartsSize<Parts>;
-  }
-};
-
-// The tiles of this thread. Two tiles of rows have sums 0 .. 2 and 3 .. 5; a single one has weights in 3 .. 5.
-class Tiles {
- public:
-  static constexpr int kX = 6, kWeights = 7;
-
-  template <int Parts>
-  explicit Tiles(const RowGroup<Parts>& group) {
-    TileConfiguration configuration;
-    for (int tile = 0; tile < 8; ++tile) {
-      const bool has_weights = tile == kWeights || (group.is_single_tile() && tile >= kPanelVectors && tile < kX);
-      configuration.row_bytes[tile] = kRowBytes;
-      configuration.rows[tile] = has_weights ? kTileRows : group.tile_rows();
-    }
-    asm volatile("ldtilecfg %0" ::"m"(configuration));
-  }
-  // Otherwise the system would save the tiles at each change of threads.
-  ~Tiles() { asm volatile("tilerelease"); }
-  Tiles(const Tiles&) = delete;
-  Tiles& operator=(const Tiles&) = delete;
-
-  template <int Tile>
-  static inline void zero() {
-    asm volatile("tilezero %%tmm%c0" ::"i"(Tile));
-  }
-  template <int Tile>
-  static inline void load(const void* from, int64_t stride = kRowBytes) {
-    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(Tile) : "memory");
-  }
-  template <int Tile>
-  static inline void store(void* to, int64_t stride) {
-    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(Tile) : "memory");
-  }
-  // sums += x * weights
-  template <int Sums, int Weights>
-  static inline void multiply() {
-    asm volatile("tdpbf16ps %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(Weights), "i"(kX), "i"(Sums));
   }
 };
 
@@ -122,15 +71,15 @@ struct Step {
     for (int part = Parts - 1; part >= 0; --part) {
       Tiles::load<Tiles::kX>(x + part * next_part);
       if constexpr (RowTiles == 1) {
-        Tiles::multiply<0, 3>();
-        Tiles::multiply<1, 4>();
-        Tiles::multiply<2, 5>();
+        Tiles::multiply_pairs<0, 3>();
+        Tiles::multiply_pairs<1, 4>();
+        Tiles::multiply_pairs<2, 5>();
       } else {
         multiply<0, 0>();
         multiply<1, 1>();
         multiply<2, 2>();
         Tiles::load<Tiles::kX>(x + part * next_part + next_rows);
-        Tiles::multiply<5, Tiles::kWeights>();
+        Tiles::multiply_pairs<5, Tiles::kWeights>();
         multiply<4, 1>();
         multiply<3, 0>();
       }
@@ -144,35 +93,7 @@ struct Step {
   template <int Sums, int Vector>
   inline void multiply() const {
     Tiles::load<Tiles::kWeights>(tile(Vector));
-    Tiles::multiply<Sums, Tiles::kWeights>();
-  }
-};
-
-// The sums of one or two tiles of rows.
-template <int N>
-struct Sums {
-  static inline void zero() {
-    for_each([](auto tile) { Tiles::zero<tile()>(); });
-  }
-  // Stores the sums to rows of a panel's outputs; second: the first row of the second tile.
-  static inline void store(float* y, int64_t stride, int64_t second) {
-    for_each([&](auto tile) {
-      const int64_t row = tile() < kPanelVectors ? 0 : second;
-      Tiles::store<tile()>(y + row * stride + tile() % kPanelVectors * kLanes, stride * sizeof(float));
-    });
-  }
-
- private:
-  template <class Visit>
-  static inline void for_each(const Visit& visit) {
-    visit(std::integral_constant<int, 0>{});
-    visit(std::integral_constant<int, 1>{});
-    visit(std::integral_constant<int, 2>{});
-    if constexpr (N == 2) {
-      visit(std::integral_constant<int, 3>{});
-      visit(std::integral_constant<int, 4>{});
-      visit(std::integral_constant<int, 5>{});
-    }
+    Tiles::multiply_pairs<Sums, Tiles::kWeights>();
   }
 };
 
@@ -183,7 +104,7 @@ class Panel {
   Panel(const LinearTask& task, int64_t panel)
       : task_(task), steps_(task.in_features / kMatrixInputs), next_outputs_(steps_ * kTileBytes),
         weights_(static_cast<const char*>(task.panels) + panel * kPanelVectors * next_outputs_),
-        y_(task.y + panel * kWidth), outputs_(std::min(kWidth, task.out_features - panel * kWidth)) {}
+        y_(task.y + panel * kTilesOutputs), outputs_(std::min(kTilesOutputs, task.out_features - panel * kTilesOutputs)) {}
 
   // N: tiles of the group; fetches: the lines that come next from memory.
   template <int N>
@@ -198,13 +119,13 @@ class Panel {
       }
     }
     float* y = y_ + group.first * task_.y_stride;
-    if (outputs_ == kWidth) {
+    if (outputs_ == kTilesOutputs) {
       Sums<N>::store(y, task_.y_stride, group.second_tile());
     } else {
-      alignas(kRowBytes) float sums[kMatrixRows * kWidth];
-      Sums<N>::store(sums, kWidth, group.second_tile());
+      alignas(kRowBytes) float sums[kMatrixRows * kTilesOutputs];
+      Sums<N>::store(sums, kTilesOutputs, group.second_tile());
       for (int64_t r = 0; r < group.rows; ++r) {
-        std::copy_n(sums + r * kWidth, outputs_, y + r * task_.y_stride);
+        std::copy_n(sums + r * kTilesOutputs, outputs_, y + r * task_.y_stride);
       }
     }
   }
@@ -235,7 +156,8 @@ void multiply_groups(const LinearTask& task, int64_t first, int64_t end, int64_t
   if (first == end) {
     return;
   }
-  const Tiles owner(RowGroup<Parts>{first, rows});
+  const RowGroup<Parts> first_group{first, rows};
+  const Tiles owner(first_group.is_single_tile(), first_group.tile_rows());
   for (int64_t p = panel_begin; p < panel_end; ++p) {
     const Panel<Parts> panel(task, p);
     for (int64_t row = first; row < end; row += rows) {
@@ -268,7 +190,7 @@ void split(const SplitTask& task, int64_t unit_begin, int64_t unit_end) {
     const float* x = task.x + first * task.x_stride + step * kMatrixInputs;
     char* to = static_cast<char*>(task.parts) + first * task.in_features * kPartsSize<Parts> + step * Parts * rows * kRowBytes;
     for (int64_t r = 0; r < rows; ++r, x += task.x_stride, to += kRowBytes) {
-      __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + kLanes);
+      __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + kTileOutputs);
       for (int part = 0; part < Parts; ++part) {
         const __m512i nearest = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
         _mm512_store_si512(to + part * rows * kRowBytes, nearest);
@@ -296,6 +218,12 @@ template <int Parts>
 constexpr PairUnit kUnit = {kMatrixInputs, kPartsSize<Parts>, split<Parts>, linear<Parts>};
 
 }  // namespace
+
+bool has_amx_byte_products() {
+  constexpr unsigned kFeatures = 7, kByteProducts = 1 << 25, kByteShuffles = 1 << 1;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(kFeatures, 0, &a, &b, &c, &d) && (d & kByteProducts) && (c & kByteShuffles);
+}
 
 const PairUnits kAmx = {"amx", is_available, &kUnit<3>, &kUnit<1>, nullptr};
 

@@ -141,6 +141,7 @@ struct Avx2 : X86Vectors<Avx2, 32> {
 struct Avx2Digits : Avx2 {
   typedef __m256i I;
   static constexpr int kDigitSums = 4;  // of each column: the digits of some rows
+  static constexpr int64_t kMostSpan = kLeastSpan;
 
   static inline F subtract_product(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }
   // Of the even inputs of words, or the odd ones.
@@ -172,20 +173,27 @@ struct Avx2Digits : Avx2 {
     return kept_in_order(_mm256_add_epi32(sum, _mm256_madd_epi16(codes, words)));
   }
   static inline F to_float(I sum) { return _mm256_cvtepi32_ps(sum); }
-  template <int kDigits>
-  static inline F total_of_bytes(const I (&sums)[kDigits], int32_t surplus) {
+  // In a span of kLeastSpan inputs all digits' products with codes of 4 bits fit 32 bits.
+  template <uint32_t kSurplus, int kDigits>
+  static inline F total_of_bytes(const I (&sums)[kDigits], const SpanNumbers& numbers) {
+    static_assert(kSurplus == 8);
     const I ones = _mm256_set1_epi16(1);
     I all = _mm256_add_epi32(_mm256_madd_epi16(sums[0], ones), _mm256_madd_epi16(sums[1], _mm256_set1_epi16(256)));
+    all = _mm256_sub_epi32(all, _mm256_set1_epi32(static_cast<int32_t>(kSurplus * numbers.low_sum)));
     if constexpr (kDigits == 3) {
-      all = _mm256_add_epi32(all, _mm256_slli_epi32(_mm256_madd_epi16(sums[2], ones), 16));
+      const I third = _mm256_sub_epi32(_mm256_madd_epi16(sums[2], ones), _mm256_set1_epi32(static_cast<int32_t>(kSurplus * numbers.high_sum)));
+      all = _mm256_add_epi32(all, _mm256_slli_epi32(third, 16));
     }
-    return to_float(_mm256_sub_epi32(all, _mm256_set1_epi32(surplus)));
+    return to_float(all);
   }
 };
 
 }  // namespace
 
-const DigitUnits kAvx2Digits = digit_units<Avx2Digits>();
+const DigitUnits kAvx2Digits = {digit_unit<Avx2Digits, NibbleDigits<Avx2Digits, 3>>(),
+                                digit_unit<Avx2Digits, NibbleDigits<Avx2Digits, 2>>(),
+                                {},
+                                digit_unit<Avx2Digits, ByteWords<Avx2Digits>>()};
 const Capability kAvx2 = capability_of<Avx2>("avx2");
 
 }  // namespace multilora

@@ -17,6 +17,7 @@
 MULTILORA_TARGET("avx512f,avx512bw,avx512vl,avx2,fma,f16c")
 
 #include "code_digits.h"
+#include "code_tiles.h"
 #include "kernels.h"
 #include "x86_vectors.h"
 
@@ -206,13 +207,14 @@ struct Avx512Pairs : Avx512 {
   };
 };
 
-// With products of bytes and words, of AVX512_VNNI, in assembly for the same reason: four neighbouring bytes, or two words, are
-// multiplied and added to a sum of 32 bits.
+// With products of bytes, of AVX512_VNNI, in assembly for the same reason: four neighbouring bytes are multiplied and added to a
+// sum of 32 bits.
 //
-// Source of the instructions: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, VPDPBUSD, VPDPWSSD.
+// Source of the instructions: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, VPDPBUSD, VPERMB.
 struct Avx512Digits : Avx512 {
   typedef __m512i I;
   static constexpr int kDigitSums = 6;  // of each column: the digits of some rows
+  static constexpr int64_t kMostSpan = multilora::kMostSpan;
 
   static inline F subtract_product(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
   // Of the even inputs of words, or the odd ones.
@@ -227,31 +229,64 @@ struct Avx512Digits : Avx512 {
     std::memcpy(&bytes, p, sizeof(bytes));
     return _mm512_set1_epi32(bytes);
   }
-  static inline I bytes_as_words(const char* p) {
-    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  static inline I without_sign(const char* p) {
+    return _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(static_cast<char>(0x80)));
   }
   static inline I add_byte_products(I codes, I digits, I sum) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(digits));
     return sum;
   }
-  static inline I add_word_products(I codes, I words, I sum) {
-    asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(words));
-    return sum;
-  }
-  static inline F to_float(I sum) { return _mm512_cvtepi32_ps(sum); }
-  template <int kDigits>
-  static inline F total_of_bytes(const I (&sums)[kDigits], int32_t surplus) {
-    I all = _mm512_add_epi32(sums[0], _mm512_slli_epi32(sums[1], 8));
+  template <uint32_t kSurplus, int kDigits>
+  static inline F total_of_bytes(const I (&sums)[kDigits], const SpanNumbers& numbers) {
+    const auto without = [](I sum, uint32_t of_digits) {
+      return _mm512_sub_epi32(sum, _mm512_set1_epi32(static_cast<int32_t>(kSurplus * of_digits)));
+    };
+    const I low = without(_mm512_add_epi32(sums[0], _mm512_slli_epi32(sums[1], 8)), numbers.low_sum);
     if constexpr (kDigits == 3) {
-      all = _mm512_add_epi32(all, _mm512_slli_epi32(sums[2], 16));
+      return total_of(low, without(sums[2], numbers.high_sum));
     }
-    return to_float(_mm512_sub_epi32(all, _mm512_set1_epi32(surplus)));
+    return _mm512_cvtepi32_ps(low);
+  }
+  // Of the sums of a digit, and those of the next digit `stride` integers behind.
+  template <int kDigits>
+  static inline F total_of_products(const int32_t* sums, int64_t stride) {
+    const auto of_digit = [&](int digit) { return _mm512_load_si512(sums + digit * stride); };
+    const I low = _mm512_add_epi32(of_digit(0), _mm512_slli_epi32(of_digit(1), 8));
+    if constexpr (kDigits == 3) {
+      return total_of(low, of_digit(2));
+    }
+    return _mm512_cvtepi32_ps(low);
+  }
+  // Stores the codes of 4 bits of the even inputs of words, and of the odd ones, as bytes. With a shuffle of AVX512_VBMI, which
+  // every processor with tiles has: it looks at the lower six bits of an index only, of which four pick one of equal tables.
+  static inline void store_nibbles(const char* p, char* even, char* odd) {
+    const I words = load_words(p);
+    _mm512_store_si512(even, shuffle_bytes(words, byte_nibbles()));
+    _mm512_store_si512(odd, shuffle_bytes(_mm512_srli_epi16(words, 4), byte_nibbles()));
+  }
+
+ private:
+  static inline F total_of(I low, I high) {
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(65536), _mm512_cvtepi32_ps(low));
+  }
+  static inline I shuffle_bytes(I indices, I table) {
+    I bytes;
+    asm("vpermb %2, %1, %0" : "=v"(bytes) : "v"(indices), "v"(table));
+    return bytes;
+  }
+  static inline I byte_nibbles() {
+    return _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
   }
 };
 
 }  // namespace
 
-const DigitUnits kAvx512Digits = digit_units<Avx512Digits>();
+const DigitUnits kAvx512Digits = {
+    digit_unit<Avx512Digits, NibbleDigits<Avx512Digits, 3>>(), digit_unit<Avx512Digits, NibbleDigits<Avx512Digits, 2>>(),
+    digit_unit<Avx512Digits, ByteDigits<Avx512Digits, 3>>(), digit_unit<Avx512Digits, ByteDigits<Avx512Digits, 2>>()};
+const DigitUnits kAmxDigits = {
+    tile_unit<Avx512Digits, NibbleDigits<Avx512Digits, 3>>(), tile_unit<Avx512Digits, NibbleDigits<Avx512Digits, 2>>(),
+    tile_unit<Avx512Digits, ByteDigits<Avx512Digits, 3>>(), tile_unit<Avx512Digits, ByteDigits<Avx512Digits, 2>>()};
 const Capability kAvx512 = capability_of<Avx512>("avx512");
 const AttentionKernels kAvx512PairAttention = {attend<Avx512Pairs, BFloat16>, decode<Avx512Pairs, BFloat16>};
 

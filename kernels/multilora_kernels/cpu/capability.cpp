@@ -39,7 +39,8 @@ const Capability& capability() {
     static const Capability avx2 = with_digits(kAvx2, kAvx2Digits);
     const bool has_byte_products = __builtin_cpu_supports("avx512vnni");
     static const Capability avx512 = has_byte_products ? with_digits(kAvx512, kAvx512Digits) : kAvx512;
-    static const Capability amx = with_units(avx512, kAmx);
+    const bool has_byte_tiles = has_byte_products && has_amx_byte_products();
+    static const Capability amx = with_units(has_byte_tiles ? with_digits(avx512, kAmxDigits) : avx512, kAmx);
     static const Capability avx512_bf16 = with_pairs(with_units(avx512, kAvx512BFloat16), kAvx512PairAttention);
     if (has_avx512 && allowed(amx) && kAmx.is_available()) {
       return amx;
@@ -87,17 +88,13 @@ const PairUnit* code_unit_for(DType codes, int64_t group_size, int64_t in_featur
 
 const DigitUnit* digit_unit_for(DType codes, int64_t group_size, int64_t in_features, bool may_round) {
   const DigitUnits* units = capability().digit_units;
-  if (!units || (group_size < in_features && group_size % kSpan != 0)) {
+  if (!units || (group_size < in_features && group_size % kLeastSpan != 0)) {
     return nullptr;
   }
-  switch (codes) {
-    case DType::int32:
-      return may_round ? &units->two : &units->three;
-    case DType::int8:
-      return may_round ? &units->words : nullptr;
-    default:
-      return nullptr;
-  }
+  const DigitUnit* unit = codes == DType::int32 ? (may_round ? &units->rounding_int4 : &units->int4)
+      : codes == DType::int8                    ? (may_round ? &units->rounding_int8 : &units->int8)
+                                                : nullptr;
+  return unit && unit->digits > 0 ? unit : nullptr;
 }
 
 const Kernels& kernels_of(DType dtype) {

@@ -47,7 +47,7 @@ const DigitUnit* digit_unit_of(const Panels& panels) {
   const auto& [scales, zeros, group_size, in_features, digits] = *panels.scaling;
   for (const bool may_round : {false, true}) {
     const DigitUnit* unit = digit_unit_for(panels.data.dtype(), group_size, in_features, may_round);
-    if (unit && unit->digits == digits && panels.is_paired() == (panels.data.dtype() == DType::int8)) {
+    if (unit && unit->digits == digits && panels.item_inputs() == unit->item_inputs) {
       return unit;
     }
   }
@@ -86,12 +86,16 @@ void copy_embeddings(const Tensor& token_ids, const Tensor& panels, int64_t num_
   });
 }
 
+// Whether codes of 8 bits lie in items of four inputs.
+bool has_quads(const Tensor& data) { return data.dtype() == DType::int8 && data.dim() == 5 && data.size(4) == 4; }
+
 }  // namespace
 
 void check_panels(const Panels& panels, int64_t out_features) {
   const Tensor& data = panels.data;
   const int64_t width = capability().panel_width, lanes = width / kPanelVectors;
-  const bool is_whole = (data.dim() == 4 || panels.is_paired()) && data.is_contiguous() && data.size(3) == lanes;
+  const bool are_items = data.dim() == 4 || panels.is_paired() || (panels.scaling && has_quads(data));
+  const bool is_whole = are_items && data.is_contiguous() && data.size(3) == lanes;
   if (panels.scaling) {
     MULTILORA_CHECK(is_whole && data.size(2) == kPanelVectors, "codes must be contiguous [panels, items, ", kPanelVectors, ", ",
                     lanes, "] or [panels, items, ", kPanelVectors, ", ", lanes, ", inputs of an item], not ", data.sizes());
@@ -153,10 +157,11 @@ void PackedLinear::split_rows(const PairUnit& unit) {
 }
 
 void PackedLinear::split_rows(const DigitUnit& unit) {
-  row_parts_ = unit.row_bytes(task_.in_features);
+  task_.span = unit.span(task_.scaling.group_size, task_.in_features);
+  row_parts_ = unit.row_bytes(task_.in_features, task_.span);
   x_parts_ = Tensor::empty({task_.rows * row_parts_}, DType::uint8);
-  const DigitTask split{task_.x, task_.x_stride, task_.in_features, static_cast<char*>(x_parts_.data())};
-  task_.x_parts = split.rows;
+  const DigitTask split{task_.x, task_.x_stride, task_.rows, task_.in_features, task_.span, x_parts_.data()};
+  task_.x_parts = split.parts;
   const int64_t threads = std::clamp<int64_t>(x_.numel() * kSplitCost / kThreadCost, 1, Team::available());
   in_ranges(threads, threads, [&](int64_t i) { unit.split(split, task_.rows * i / threads, task_.rows * (i + 1) / threads); });
 }

@@ -23,6 +23,8 @@ struct Panels {
   // Whether they lie as products of pairs take them: two neighbouring inputs of an output side by side, but for words of 4 bits,
   // which lie as for floats.
   bool is_paired() const { return data.dim() == 5 && data.size(4) == (data.dtype() == DType::int32 ? 1 : 2); }
+  // Neighbouring inputs of an output that lie side by side.
+  int64_t item_inputs() const { return data.dim() == 5 ? data.size(4) : 1; }
   int64_t in_features() const { return scaling ? scaling->in_features : data.size(2) * (is_paired() ? 2 : 1); }
 };
 

@@ -13,8 +13,6 @@ namespace {
 
 // Inputs whose codes of 4 bits are one word.
 constexpr int64_t kWordInputs = 8;
-// Neighbouring inputs whose codes of 8 bits are one item of paired panels, which have zeros up to a multiple of kWordInputs.
-constexpr int64_t kPair = 2;
 // Elements of embeddings that are worth a thread.
 constexpr int64_t kGrainElements = 1 << 12;
 
@@ -67,8 +65,8 @@ void copy_embeddings(const Tensor& token_ids, int64_t num_embeddings, const Pane
   const void* data = panels.data.data();
   const auto copy = [&](const auto& code) { copy_embeddings<Scale>(token_ids, num_embeddings, panels, code, rows); };
   const auto element = [&](int64_t panel, int64_t item, int64_t output) { return (panel * items + item) * width + output; };
-  const auto byte = [&, is_paired = panels.is_paired()](int64_t panel, int64_t k, int64_t output) {
-    return is_paired ? element(panel, k / kPair, output) * kPair + k % kPair : element(panel, k, output);
+  const auto byte = [&, inputs = panels.item_inputs()](int64_t panel, int64_t k, int64_t output) {
+    return element(panel, k / inputs, output) * inputs + k % inputs;
   };
   switch (panels.data.dtype()) {
     case DType::int32:
@@ -95,7 +93,8 @@ void check_codes(const Panels& panels) {
   MULTILORA_CHECK(type == DType::int32 || type == DType::int8 || type == DType::float8_e4m3fn,
                   "codes are int32 words, int8 or float8_e4m3fn, not ", name_of(type));
   const int64_t words = divided_up(in_features, kWordInputs);
-  const int64_t items = type == DType::int32 ? words : panels.is_paired() ? words * kWordInputs / kPair : in_features;
+  const int64_t inputs = panels.item_inputs();  // zeros fill the last items up to a word's inputs
+  const int64_t items = type == DType::int32 ? words : inputs == 1 ? in_features : words * kWordInputs / inputs;
   MULTILORA_CHECK(in_features > 0 && panels.data.size(1) == items, in_features, " inputs are ", items,
                   " codes of an output, not ", panels.data.size(1));
   MULTILORA_CHECK(group_size > 0 && group_size <= in_features, "a group of ", group_size, " of ", in_features, " inputs");

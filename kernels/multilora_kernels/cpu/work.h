@@ -73,15 +73,17 @@ struct LinearTask {
   // Codes lie in the order in which they are read: [panels, items, kPanelVectors, outputs of a vector]. An item of 8 bits is an
   // input; those of 32 bits are the codes of 4 bits of 8 neighbouring inputs, the first one lowest. Integers are two's
   // complement. For a PairUnit or a DigitUnit two inputs of 8 bits are an item, [panels, items, kPanelVectors, outputs of a
-  // vector, 2], and inputs are padded with zeros to a multiple of the PairUnit's inputs_unit, or of 8.
+  // vector, 2], for a DigitUnit of bytes four, and inputs are padded with zeros to a multiple of the PairUnit's inputs_unit, or
+  // of 8.
   const void* panels;
   int64_t in_features;
   int64_t out_features;
   float* y;
   int64_t y_stride;
-  const void* x_parts = nullptr;  // SplitTask::parts, for a PairUnit, or DigitTask::rows
+  const void* x_parts = nullptr;  // SplitTask::parts, for a PairUnit, or DigitTask::parts
   const float* x_sums = nullptr;  // GroupSumTask::sums, for a PairUnit of codes that have zeros
   GroupScaling scaling = {};      // of codes
+  int64_t span = 0;               // DigitTask::span
 };
 
 // x as the sum of parts of 16 bits, or rounded to one, in the order in which a PairUnit takes them. Every kMatrixRows rows,
@@ -101,15 +103,17 @@ struct GroupSumTask {
   float* sums;
 };
 
-// Neighbouring inputs whose integers share an exponent (activation_digits.h).
-constexpr int64_t kSpan = 32;
+// The fewest neighbouring inputs whose integers share an exponent (activation_digits.h).
+constexpr int64_t kLeastSpan = 32;
 
-// x as integers of digits, row by row.
+// x as integers of digits. Every kMatrixRows rows, and the rows left over, lie one after the other.
 struct DigitTask {
   const float* x;
   int64_t x_stride;
+  int64_t rows;
   int64_t in_features;
-  char* rows;
+  int64_t span;  // neighbouring inputs whose integers share an exponent: kLeastSpan, or two or four times as many
+  void* parts;
 };
 
 // Keys of one tile.
@@ -279,18 +283,29 @@ struct PairUnits {
   const CodeUnits* of_codes;       // or null
 };
 
-// Multiplies codes with activations that are integers of so many digits. Groups are a multiple of kSpan inputs, or all
-// of them.
+// Multiplies codes with activations that are integers of so many digits; of none where there is no such unit. Groups are a
+// multiple of kLeastSpan inputs, or all of them.
 struct DigitUnit {
-  int64_t digits;
-  int64_t (*row_bytes)(int64_t in_features);  // of DigitTask::rows
-  DigitKernel split;
-  LinearKernel linear;
+  int64_t digits = 0;
+  int64_t item_inputs = 0;  // inputs of an item of codes of 8 bits
+  int64_t most_span = 0;
+  int64_t (*row_bytes)(int64_t in_features, int64_t span) = nullptr;  // of DigitTask::parts
+  DigitKernel split = nullptr;
+  LinearKernel linear = nullptr;
+
+  // DigitTask::span beside groups of a size: the longest one of which they are multiples.
+  int64_t span(int64_t group_size, int64_t in_features) const {
+    int64_t span = most_span;
+    while (span > kLeastSpan && group_size < in_features && group_size % span != 0) {
+      span /= 2;
+    }
+    return span;
+  }
 };
 
-// two, words: for activations that may be rounded, beside codes of 4 bits and, in panels of pairs, of 8.
+// For codes of 4 and of 8 bits, and for activations that may be rounded.
 struct DigitUnits {
-  DigitUnit three, two, words;
+  DigitUnit int4, rounding_int4, int8, rounding_int8;
 };
 
 struct Capability {
@@ -321,6 +336,8 @@ extern const DigitUnits kAvx2Digits;
 extern const DigitUnits kAvx512Digits;  // with the dot products of AVX512_VNNI
 extern const AttentionKernels kAvx512PairAttention;  // with the dot products of AVX512_BF16
 extern const PairUnits kAmx;
+extern const DigitUnits kAmxDigits;  // kAvx512Digits, with AMX's products of bytes
+bool has_amx_byte_products();        // of a processor with kAmx
 extern const PairUnits kAvx512BFloat16;
 #endif
 
