@@ -179,12 +179,11 @@ struct Avx2Digits : Avx2 {
     static_assert(kSurplus == 8);
     const I ones = _mm256_set1_epi16(1);
     I all = _mm256_add_epi32(_mm256_madd_epi16(sums[0], ones), _mm256_madd_epi16(sums[1], _mm256_set1_epi16(256)));
-    all = _mm256_sub_epi32(all, _mm256_set1_epi32(static_cast<int32_t>(kSurplus * numbers.low_sum)));
     if constexpr (kDigits == 3) {
-      const I third = _mm256_sub_epi32(_mm256_madd_epi16(sums[2], ones), _mm256_set1_epi32(static_cast<int32_t>(kSurplus * numbers.high_sum)));
-      all = _mm256_add_epi32(all, _mm256_slli_epi32(third, 16));
+      all = _mm256_add_epi32(all, _mm256_slli_epi32(_mm256_madd_epi16(sums[2], ones), 16));
     }
-    return to_float(all);
+    const uint32_t surplus = kSurplus * (numbers.low_sum + (numbers.high_sum << 16));
+    return to_float(_mm256_sub_epi32(all, _mm256_set1_epi32(static_cast<int32_t>(surplus))));
   }
 };
 

@@ -177,7 +177,8 @@ struct DigitBlock {
   using Layout = DigitLayout<Kind::kDigits>;
 
   int64_t first_step, steps, span_steps;
-  const char* digits;          // of the rows
+  const char* digits;          // of the first step
+  int64_t next_tile;           // bytes from a tile's digits to those of the next tile
   const SpanNumbers* numbers;  // of the first span, [spans, rows]
   int64_t rows;
   float* sums;  // [rows, outputs of the panel]
@@ -212,15 +213,26 @@ struct DigitTile {
     int64_t step = 0;
     for (int64_t span = 0; step < block.steps; ++span, numbers += block.rows) {
       I products[Rows][kPanelVectors][kDigits] = {};
-      const int64_t end = std::min(step + block.span_steps, block.steps);
-      for (; step + kUnrolledSteps <= end; step += kUnrolledSteps) {
+      const auto add_unrolled = [&]() MULTILORA_INLINED {
         const char* place = digits_at(digits, step);
         for_constants(std::make_integer_sequence<int, kUnrolledSteps>{}, [&](auto i) MULTILORA_INLINED {
           add_step<Rows>(place + i * kStepDigits, step + i, products);
         });
-      }
-      for (; step < end; ++step) {
-        add_step<Rows>(digits_at(digits, step), step, products);
+        step += kUnrolledSteps;
+      };
+      const auto add_rest = [&](int64_t end) MULTILORA_INLINED {
+        for (; step < end; ++step) {
+          add_step<Rows>(digits_at(digits, step), step, products);
+        }
+      };
+      if constexpr (Vec::kMostSpan == kLeastSpan) {  // without a loop, which leaves the products no registers
+        block.steps - step >= kUnrolledSteps ? add_unrolled() : add_rest(block.steps);
+      } else {
+        const int64_t end = std::min(step + block.span_steps, block.steps);
+        while (end - step >= kUnrolledSteps) {
+          add_unrolled();
+        }
+        add_rest(end);
       }
       for (int r = 0; r < Rows; ++r) {
         F total[kPanelVectors];
@@ -244,8 +256,7 @@ struct DigitTile {
   static constexpr int64_t kStepDigits = kCodeStep * Layout::kDigitBytes;
 
   MULTILORA_INLINE const char* digits_at(const char* first, int64_t step) const {
-    const int64_t place = block.first_step + step;
-    return first + place / kTileSteps * block.rows * Layout::kTileBytes + place % kTileSteps * kStepDigits;
+    return first + step / kTileSteps * block.next_tile + step % kTileSteps * kStepDigits;
   }
 
   // step: of the block.
@@ -298,7 +309,8 @@ void digit_block(const LinearTask& task, int64_t first_row, int64_t rows, int64_
   for (int64_t row = 0; row < rows; row += kMatrixRows) {
     const char* parts = static_cast<const char*>(task.x_parts) + (first_row + row) * layout.row_bytes();
     block.rows = std::min(kMatrixRows, task.rows - first_row - row);
-    block.digits = parts;
+    block.digits = parts + first_step / kTileSteps * block.rows * Layout::kTileBytes;
+    block.next_tile = block.rows * Layout::kTileBytes;
     block.numbers = reinterpret_cast<const SpanNumbers*>(parts + layout.numbers_offset(block.rows)) + first_span * block.rows;
     block.sums = sums + row * kPanelVectors * Vec::kWidth;
     if (rows <= kRows) {
