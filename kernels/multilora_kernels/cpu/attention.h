@@ -8,7 +8,9 @@
 // operations in the order of the keys: a query's result does not depend on the other queries.
 //
 // Pairs of bfloat16 (`kTakesPairs`): queries and weights are rounded, and a product takes two elements of a row, or two keys,
-// at a time. Weights are relative to a power of two, as in decode.h; a pair of keys is an even key and the next one.
+// at a time. Weights are relative to a power of two, as in decode.h; a pair of keys is an even key and the next one. With a
+// matrix unit (`kHasTiles`) products are of kPairDims elements or keys at a time, and keys outside of a tile of keys have no
+// weight.
 #pragma once
 
 #include <algorithm>
@@ -18,6 +20,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "attention_tiles.h"
 #include "cache_rows.h"
 #include "exponential.h"
 #include "lora_kernels.h"
@@ -138,11 +141,11 @@ class Attention {
     load_queries();
     std::fill_n(out, padded_dim * lanes, 0.0f);
     load_sinks();
-    KeyTile next = tile_from(task.first_key / kKeyTile * kKeyTile);
-    while (next.end > 0) {
-      const KeyTile tile = next;
-      next = tile_from(tile.first + kKeyTile);
-      add_keys(tile, next);
+    if constexpr (kHasTiles<Vec>) {
+      const Tiles owner(false, kTileRows);
+      add_all_keys();
+    } else {
+      add_all_keys();
     }
     store_outputs();
   }
@@ -235,9 +238,20 @@ class Attention {
     return tile;
   }
 
+  void add_all_keys() const {
+    KeyTile next = tile_from(task.first_key / kKeyTile * kKeyTile);
+    while (next.end > 0) {
+      const KeyTile tile = next;
+      next = tile_from(tile.first + kKeyTile);
+      add_keys(tile, next);
+    }
+  }
+
   // The rows of the next product are fetched meanwhile: values with the scores, the next tile's keys with the outputs.
   void add_keys(const KeyTile& tile, const KeyTile& next) const {
-    if constexpr (kTakesPairs<Vec>) {
+    if constexpr (kHasTiles<Vec>) {
+      score_tiles(tile);
+    } else if constexpr (kTakesPairs<Vec>) {
       for_each_block([&](auto vectors, int64_t lane) { score_pairs<vectors.value>(lane, tile); });
     } else {
       const CacheRows keys = load_rows(task.keys, tile);
@@ -248,7 +262,11 @@ class Attention {
     }
     hide_unseen(tile);
     for_each_block([&](auto vectors, int64_t lane) { weigh<vectors.value>(lane, tile); });
-    if constexpr (kTakesPairs<Vec>) {
+    if constexpr (kHasTiles<Vec>) {
+      pair_values(tile);
+      turn_values();
+      add_value_tiles(tile, next);
+    } else if constexpr (kTakesPairs<Vec>) {
       pair_values(tile);
       for_each_block([&](auto vectors, int64_t lane) { add_value_pairs<vectors.value>(lane, tile, next); });
     } else {
@@ -336,6 +354,43 @@ class Attention {
     }
   }
 
+  // The same by tiles, for whole groups of keys. Keys of one block of the cache are read where they lie.
+  void score_tiles(const KeyTile& tile) const {
+    const int64_t first = tile.begin / kTileRows;
+    const bool are_together = task.block_size % kTileRows == 0;
+    RowGroups groups{{}, (tile.end + kTileRows - 1) / kTileRows - first,
+                     (are_together ? task.slot_stride : padded_dim) * int64_t(sizeof(T))};
+    for (int64_t g = 0; g < groups.count; ++g) {
+      const int64_t j = (first + g) * kTileRows, seen = std::max(j, tile.begin);
+      const T* row = static_cast<const T*>(task.keys) + tile.slot_offsets[seen] - (seen - j) * task.slot_stride;
+      groups.first[g] = reinterpret_cast<const char*>(are_together ? row : copied_keys(tile, j));
+    }
+    const int64_t lines = lines_of_lanes();
+    auto ahead = lines_of(task.values, tile, tile.begin, tile.end);
+    for (int64_t lane = 0; lane < lanes; lane += kTileOutputs) {
+      const ColumnPairs of_queries{reinterpret_cast<const char*>(q + lane), lanes * int64_t(sizeof(float))};
+      multiply_groups(groups, of_queries, head_dim / kPairDims, false, scores + first * kTileRows * lanes + lane, lanes);
+      for (int64_t i = 0; i < lines; ++i) {
+        ahead.fetch_one();
+      }
+    }
+  }
+
+  // Copies kTileRows keys side by side, to `rows`.
+  const T* copied_keys(const KeyTile& tile, int64_t first) const {
+    T* copies = reinterpret_cast<T*>(rows) + first * padded_dim;
+    for (int64_t j = 0; j < kTileRows; ++j) {
+      std::copy_n(static_cast<const T*>(task.keys) + tile.slot_offsets[first + j], head_dim, copies + j * padded_dim);
+    }
+    return copies;
+  }
+
+  // Cache lines of a tile's keys or values for each vector of lanes.
+  int64_t lines_of_lanes() const {
+    const int64_t vectors = lanes / kTileOutputs, lines = kKeyTile * ((row_bytes<T>(head_dim) + kCacheLine - 1) / kCacheLine);
+    return (lines + vectors - 1) / vectors;
+  }
+
   // Hides each key from the queries that do not see it.
   void hide_unseen(const KeyTile& tile) const {
     const int64_t last_position = task.first_position + task.tokens - 1;
@@ -390,6 +445,10 @@ class Attention {
           total[v] = Vec::add(total[v], Vec::add(Vec::first_of(pairs), Vec::second_of(pairs)));
         }
       }
+      if constexpr (kHasTiles<Vec>) {
+        clear_pairs<Vectors>(first_lane, tile.begin / kPairDims * kTileRows, tile.begin / 2);
+        clear_pairs<Vectors>(first_lane, (tile.end + 1) / 2, (tile.end + kPairDims - 1) / kPairDims * kTileRows);
+      }
     } else {
       for (float* row = first; row < end; row += row_size) {
         for (int v = 0; v < Vectors; ++v) {
@@ -408,10 +467,22 @@ class Attention {
     }
   }
 
-  // Puts the values of two keys side by side: `rows` is [kKeyTile / 2, padded_dim, 2].
+  // Gives the pairs of keys begin .. end - 1 no weight.
+  template <int Vectors>
+  void clear_pairs(int64_t first_lane, int64_t begin, int64_t end) const {
+    for (int64_t pair = begin; pair < end; ++pair) {
+      for (int v = 0; v < Vectors; ++v) {
+        Vec::store(scores + pair * lanes + first_lane + v * Vec::kWidth, Vec::zero());
+      }
+    }
+  }
+
+  // Puts the values of two keys side by side: `rows` is [kKeyTile / 2, padded_dim, 2]. For tiles, also those of keys outside of
+  // the tile of keys, which have no weight, but must be numbers.
   void pair_values(const KeyTile& tile) const {
     const T* values = static_cast<const T*>(task.values);
-    for (int64_t j = tile.begin / 2 * 2; j < tile.end; j += 2) {
+    const int64_t begin = kHasTiles<Vec> ? 0 : tile.begin / 2 * 2, end = kHasTiles<Vec> ? kKeyTile : tile.end;
+    for (int64_t j = begin; j < end; j += 2) {
       const T *first = values + tile.slot_offsets[j], *second = values + tile.slot_offsets[j + 1];
       float* to = rows + row_offsets[j / 2];
       for (int64_t d = 0; d < head_dim; d += kPairDims) {
@@ -420,6 +491,50 @@ class Attention {
         Vec::put_in_order(lower, upper);
         Vec::store(to + d, lower);
         Vec::store(to + d + Vec::kWidth, upper);
+      }
+    }
+  }
+
+  // The pairs of values by element, behind `rows`: [padded_dim, kKeyTile].
+  float* turned_values() const { return rows + kKeyTile / 2 * padded_dim; }
+
+  void turn_values() const {
+    F column[kDimUnit];
+    for (int64_t pair = 0; pair < kKeyTile / 2; pair += Vec::kWidth) {
+      for (int64_t d = 0; d < padded_dim; d += kDimUnit) {
+        Vec::template transpose<kDimUnit>(rows + pair * padded_dim + d, padded_dim, column);
+        for (int i = 0; i < kDimUnit; ++i) {
+          Vec::store(turned_values() + (d + i) * (kKeyTile / 2) + pair, column[i]);
+        }
+      }
+    }
+  }
+
+  // As add_values, for tiles.
+  void add_value_tiles(const KeyTile& tile, const KeyTile& next) const {
+    constexpr int64_t kRowPairs = kKeyTile / 2;
+    for (int64_t lane = 0; lane < lanes; lane += Vec::kWidth) {
+      const F worth = Vec::load(scale + lane);
+      for (float* place = out + lane; place < out + padded_dim * lanes; place += lanes) {
+        Vec::store(place, Vec::mul(Vec::load(place), worth));
+      }
+    }
+    const int64_t first = tile.begin / kPairDims, steps = (tile.end + kPairDims - 1) / kPairDims - first;
+    const int64_t lines = lines_of_lanes();
+    auto ahead = lines_of(task.keys, next, 0, kKeyTile);
+    for (int64_t lane = 0; lane < lanes; lane += kTileOutputs) {
+      const ColumnPairs weights{reinterpret_cast<const char*>(scores + first * kTileRows * lanes + lane),
+                                lanes * int64_t(sizeof(float))};
+      for (int64_t d = 0; d < padded_dim; d += kMostGroups * kTileRows) {
+        RowGroups groups{{}, std::min<int64_t>(kMostGroups, (padded_dim - d) / kTileRows), kRowPairs * int64_t(sizeof(float))};
+        for (int64_t g = 0; g < groups.count; ++g) {
+          const float* of_group = turned_values() + (d + g * kTileRows) * kRowPairs + first * kTileRows;
+          groups.first[g] = reinterpret_cast<const char*>(of_group);
+        }
+        multiply_groups(groups, weights, steps, true, out + d * lanes + lane, lanes);
+      }
+      for (int64_t i = 0; i < lines; ++i) {
+        ahead.fetch_one();
       }
     }
   }

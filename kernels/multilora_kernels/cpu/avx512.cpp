@@ -207,6 +207,11 @@ struct Avx512Pairs : Avx512 {
   };
 };
 
+// With the matrix unit, for attention of several queries.
+struct AmxPairs : Avx512Pairs {
+  static constexpr bool kMultipliesTiles = true;
+};
+
 // With products of bytes, of AVX512_VNNI, in assembly for the same reason: four neighbouring bytes are multiplied and added to a
 // sum of 32 bits.
 //
@@ -289,6 +294,7 @@ const DigitUnits kAmxDigits = {
     tile_unit<Avx512Digits, ByteDigits<Avx512Digits, 3>>(), tile_unit<Avx512Digits, ByteDigits<Avx512Digits, 2>>()};
 const Capability kAvx512 = capability_of<Avx512>("avx512");
 const AttentionKernels kAvx512PairAttention = {attend<Avx512Pairs, BFloat16>, decode<Avx512Pairs, BFloat16>};
+const AttentionKernels kAmxAttention = {attend<AmxPairs, BFloat16>, decode<Avx512, BFloat16>};
 
 }  // namespace multilora
 

@@ -40,7 +40,8 @@ const Capability& capability() {
     const bool has_byte_products = __builtin_cpu_supports("avx512vnni");
     static const Capability avx512 = has_byte_products ? with_digits(kAvx512, kAvx512Digits) : kAvx512;
     const bool has_byte_tiles = has_byte_products && has_amx_byte_products();
-    static const Capability amx = with_units(has_byte_tiles ? with_digits(avx512, kAmxDigits) : avx512, kAmx);
+    static const Capability amx =
+        with_pairs(with_units(has_byte_tiles ? with_digits(avx512, kAmxDigits) : avx512, kAmx), kAmxAttention);
     static const Capability avx512_bf16 = with_pairs(with_units(avx512, kAvx512BFloat16), kAvx512PairAttention);
     if (has_avx512 && allowed(amx) && kAmx.is_available()) {
       return amx;

@@ -335,6 +335,7 @@ extern const Capability kAvx512;
 extern const DigitUnits kAvx2Digits;
 extern const DigitUnits kAvx512Digits;  // with the dot products of AVX512_VNNI
 extern const AttentionKernels kAvx512PairAttention;  // with the dot products of AVX512_BF16
+extern const AttentionKernels kAmxAttention;
 extern const PairUnits kAmx;
 extern const DigitUnits kAmxDigits;  // kAvx512Digits, with AMX's products of bytes
 bool has_amx_byte_products();        // of a processor with kAmx
