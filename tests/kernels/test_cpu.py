@@ -43,7 +43,7 @@ _SHAPES = (
     "or every_shape or all_shapes or integers or wherever or embeddings or every_window or elementwise or sampling"
 )
 _PAIRS = "wanted_capability or bfloat16 or all_shapes or no_number or whoever"
-_PAIRS_NAMES = ("test_cpu.py", "test_linear.py", "test_quantized.py")
+_PAIRS_NAMES = ("test_cpu.py", "test_linear.py", "test_quantized.py", "test_attention.py")
 
 
 def _available_capabilities() -> list[str]:
@@ -91,7 +91,7 @@ def test_the_compiled_operators_use_the_wanted_capability_or_else_the_quickest()
 )
 def test_the_other_instruction_sets_pass_the_same_tests(left_out, capability):
     environment = os.environ | {"MULTILORA_CPU_CAPABILITY": capability}
-    # All else of avx512_bf16 is avx512's.
+    # All else of avx512_bf16 is that of avx512.
     names, shapes = (_PAIRS_NAMES, _PAIRS) if capability == "avx512_bf16" else (_NAMES, _SHAPES)
     tests = [str(_FOLDER / name) for name in names]
     chosen = f"({shapes}) and not ({left_out})"

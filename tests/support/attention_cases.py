@@ -17,6 +17,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 SHAPES = {
     "default model": (9, 3, 64, 16),
     "llama": (8, 2, 128, 16),
+    "odd blocks": (6, 2, 96, 5),
     "one head": (1, 1, 16, 4),
     "wide group": (71, 1, 8, 5),
     "odd head_dim": (6, 2, 10, 7),
