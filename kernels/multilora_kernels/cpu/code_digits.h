@@ -31,19 +31,10 @@ constexpr int64_t kKeptBytes = 12288;
 // Kinds of codes and digits. A step is kItems products of a lane, in each of which its activations are kItemBytes of every digit.
 // codes<I>(step, column): those of the I-th product, of the lanes of a column, which are larger by kSurplus than those that they
 // stand for. total(sums, numbers): of a span, from which that surplus is taken.
-template <class Vec, int kNumDigits>
-struct NibbleDigits {
-  using Weights = Int4Weights<Vec>;
+template <class Vec, int kNumDigits, uint32_t kSurplus>
+struct ByteProducts {
   static constexpr int kDigits = kNumDigits, kItems = 2;
-  static constexpr DigitOrder kOrder = DigitOrder::even_first;
-  static constexpr uint32_t kSurplus = 8;
-  static constexpr int64_t kItemInputs = 1;  // of an item of 8 bits
 
-  // The even inputs of words, or the odd ones.
-  template <int I>
-  static MULTILORA_INLINE typename Vec::I codes(const char* step, int column) {
-    return Vec::template nibbles<I>(step + column * Weights::kWordBytes);
-  }
   static MULTILORA_INLINE typename Vec::I add_products(typename Vec::I codes, typename Vec::I digits, typename Vec::I sum) {
     return Vec::add_byte_products(codes, digits, sum);
   }
@@ -53,23 +44,28 @@ struct NibbleDigits {
 };
 
 template <class Vec, int kNumDigits>
-struct ByteDigits {
+struct NibbleDigits : ByteProducts<Vec, kNumDigits, 8> {
+  using Weights = Int4Weights<Vec>;
+  static constexpr DigitOrder kOrder = DigitOrder::even_first;
+  static constexpr int64_t kItemInputs = 1;  // of an item of 8 bits
+
+  // The even inputs of words, or the odd ones.
+  template <int I>
+  static MULTILORA_INLINE typename Vec::I codes(const char* step, int column) {
+    return Vec::template nibbles<I>(step + column * Weights::kWordBytes);
+  }
+};
+
+template <class Vec, int kNumDigits>
+struct ByteDigits : ByteProducts<Vec, kNumDigits, 128> {
   using Weights = Int8Weights<Vec>;
-  static constexpr int kDigits = kNumDigits, kItems = 2;
   static constexpr DigitOrder kOrder = DigitOrder::by_input;
-  static constexpr uint32_t kSurplus = 128;
   static constexpr int64_t kItemInputs = 4;
 
   // Four neighbouring inputs.
   template <int I>
   static MULTILORA_INLINE typename Vec::I codes(const char* step, int column) {
     return Vec::without_sign(step + (I * kPanelVectors + column) * kItemInputs * Vec::kWidth);
-  }
-  static MULTILORA_INLINE typename Vec::I add_products(typename Vec::I codes, typename Vec::I digits, typename Vec::I sum) {
-    return Vec::add_byte_products(codes, digits, sum);
-  }
-  static MULTILORA_INLINE typename Vec::F total(const typename Vec::I (&sums)[kDigits], const SpanNumbers& numbers) {
-    return Vec::template total_of_bytes<kSurplus>(sums, numbers);
   }
 };
 

@@ -2,8 +2,8 @@
 // those of code_digits.h, and all that follows is the same arithmetic: so are the results, bit by bit.
 //
 // The digits of an activation are rows of their own for the matrix unit. Its sums of a span go to memory, from where vectors
-// multiply them by the scales and add them to the outputs. All that a block needs at a time stays in the L1 cache: tiles are
-// stored to other places several times as slowly.
+// multiply them by the scales and add them to the outputs. All that a block needs at a time stays in the L1 cache: with the sums
+// of four spans at a time, which do not, a product took up to twice as long.
 #pragma once
 
 #include <algorithm>
