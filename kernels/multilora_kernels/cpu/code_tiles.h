@@ -21,7 +21,7 @@ namespace {
 static_assert(kTileInputs == kRowBytes);
 
 // The fewest rows at which the matrix unit is quicker than vectors.
-constexpr int64_t kLeastTileRows = 4;
+constexpr int64_t kLeastTileRows = 2;
 
 // The codes of up to kTileInputs inputs for the outputs of a panel: one tile of each column.
 struct CodeTiles {
