@@ -32,8 +32,9 @@ class QuantizedPanels(NamedTuple):
     """The panels of a quantised weight, as the CPU's operators take them: arguments of `multilora::quantized_linear`.
 
     codes: [num_panels, items, columns, lanes]; int8 or float8_e4m3fn, an item an input, or int32, an item the codes of
-    4 bits of 8 neighbouring inputs, the first one lowest. For products of pairs [num_panels, items, columns, lanes, n]:
-    n is 2, the neighbouring inputs of an item, and 1 for int32 where activations are rounded to bfloat16. scales:
+    4 bits of 8 neighbouring inputs, the first one lowest. For other products [num_panels, items, columns, lanes, n]
+    with the neighbouring inputs of an item: n is 2 for those of pairs and of one digit, 4 for int8 and those of several
+    digits, and 1 for int32 where activations are rounded to bfloat16. scales:
     [num_panels, groups, columns, lanes]. zeros: the same in int8, or None where all are zero. Integer codes and zeros
     are less by half of the codes' range. digits: 0 where activations are multiplied as floats or as bfloat16, else
     those of the integers that they become (cpu/activation_digits.h).

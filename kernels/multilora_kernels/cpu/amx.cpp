@@ -104,7 +104,7 @@ class Panel {
   Panel(const LinearTask& task, int64_t panel)
       : task_(task), steps_(task.in_features / kMatrixInputs), next_outputs_(steps_ * kTileBytes),
         weights_(static_cast<const char*>(task.panels) + panel * kPanelVectors * next_outputs_),
-        y_(task.y + panel * kTilesOutputs), outputs_(std::min(kTilesOutputs, task.out_features - panel * kTilesOutputs)) {}
+        y_(task.y + panel * kPanelOutputs), outputs_(std::min(kPanelOutputs, task.out_features - panel * kPanelOutputs)) {}
 
   // N: tiles of the group; fetches: the lines that come next from memory.
   template <int N>
@@ -119,13 +119,13 @@ class Panel {
       }
     }
     float* y = y_ + group.first * task_.y_stride;
-    if (outputs_ == kTilesOutputs) {
+    if (outputs_ == kPanelOutputs) {
       Sums<N>::store(y, task_.y_stride, group.second_tile());
     } else {
-      alignas(kRowBytes) float sums[kMatrixRows * kTilesOutputs];
-      Sums<N>::store(sums, kTilesOutputs, group.second_tile());
+      alignas(kRowBytes) float sums[kMatrixRows * kPanelOutputs];
+      Sums<N>::store(sums, kPanelOutputs, group.second_tile());
       for (int64_t r = 0; r < group.rows; ++r) {
-        std::copy_n(sums + r * kTilesOutputs, outputs_, y + r * task_.y_stride);
+        std::copy_n(sums + r * kPanelOutputs, outputs_, y + r * task_.y_stride);
       }
     }
   }

@@ -120,7 +120,7 @@ class CodeProducts {
       scales_.read(task_, panel, span, 1);
       for (int64_t row = first; row < end; row += rows_) {
         multiply_block(row, span, row == first);
-        add_products(row, span, sums + (row - first) * kTilesOutputs);
+        add_products(row, span, sums + (row - first) * kPanelOutputs);
       }
     }
   }
@@ -158,20 +158,20 @@ class CodeProducts {
     for (int64_t i = 0; i < of_block_.tiles; i += 2, fetches = false) {
       const int64_t at = of_block_.first_row(i);
       const char* from = x + at * kRowBytes;
-      int32_t* to = products_ + at * kTilesOutputs;
+      int32_t* to = products_ + at * kPanelOutputs;
       if (i + 1 < of_block_.tiles) {
         const int64_t second = of_block_.first_row(i + 1) - at;
         Sums<2>::zero();
         for (int64_t t = 0; t < num_tiles_; ++t, from += next_tile) {
           add_tile_products<2>(from, second * kRowBytes, tiles_[t], between);
         }
-        Sums<2>::store(to, kTilesOutputs, second);
+        Sums<2>::store(to, kPanelOutputs, second);
       } else {
         Sums<1>::zero();
         for (int64_t t = 0; t < num_tiles_; ++t, from += next_tile) {
           add_tile_products<1>(from, 0, tiles_[t], between);
         }
-        Sums<1>::store(to, kTilesOutputs, 0);
+        Sums<1>::store(to, kPanelOutputs, 0);
       }
     }
   }
@@ -180,9 +180,9 @@ class CodeProducts {
     const auto* numbers = reinterpret_cast<const SpanNumbers*>(parts_of(row) + layout_.numbers_offset(rows_)) + span * rows_;
     const auto add = [&](auto has_zeros, auto is_first) MULTILORA_INLINED {
       const int32_t* products = products_;
-      for (int64_t r = 0; r < rows_; ++r, sums += kTilesOutputs, products += Kind::kDigits * kTilesOutputs) {
+      for (int64_t r = 0; r < rows_; ++r, sums += kPanelOutputs, products += Kind::kDigits * kPanelOutputs) {
         for (int v = 0; v < kPanelVectors; ++v) {
-          const F total = Vec::template total_of_products<Kind::kDigits>(products + v * kTileOutputs, kTilesOutputs);
+          const F total = Vec::template total_of_products<Kind::kDigits>(products + v * kTileOutputs, kPanelOutputs);
           float* to = sums + v * kTileOutputs;
           const F sum = is_first() ? Vec::zero() : Vec::load(to);
           Vec::store(to, add_total<Vec>(total, numbers[r], scales_, 0, v, has_zeros(), sum));
@@ -205,7 +205,7 @@ class CodeProducts {
   CodeTiles tiles_[kSpanTiles];
   SpanScales<Vec, Kind, 1> scales_;
   alignas(kRowBytes) TileMemory memory_[kSpanTiles];
-  alignas(kRowBytes) int32_t products_[kMatrixRows * Kind::kDigits * kTilesOutputs];
+  alignas(kRowBytes) int32_t products_[kMatrixRows * Kind::kDigits * kPanelOutputs];
 };
 
 // Rows in blocks of `block` rows each.
@@ -216,7 +216,7 @@ void multiply_code_blocks(const LinearTask& task, int64_t first, int64_t end, in
     return;
   }
   const Tiles owner(false, BlockTiles(block * Kind::kDigits).tile_rows, std::min(task.span, kTileInputs));
-  alignas(kCacheLine) float sums[kRowBlock * kTilesOutputs];
+  alignas(kCacheLine) float sums[kRowBlock * kPanelOutputs];
   CodeProducts<Vec, Kind> products(task, block);
   for (int64_t row = first; row < end; row += kRowBlock) {
     const int64_t last = std::min(row + kRowBlock, end);

@@ -18,7 +18,7 @@ constexpr int64_t kRowBytes = 64;
 constexpr int64_t kTileBytes = kTileRows * kRowBytes;
 // Outputs of a column of a panel, and of all its columns.
 constexpr int64_t kTileOutputs = 16;
-constexpr int64_t kTilesOutputs = kPanelVectors * kTileOutputs;
+constexpr int64_t kPanelOutputs = kPanelVectors * kTileOutputs;
 
 struct alignas(kRowBytes) TileConfiguration {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -26,7 +26,8 @@ struct alignas(kRowBytes) TileConfiguration {
   uint8_t rows[16] = {};
 };
 
-// The tiles of this thread. Two tiles of rows have sums 0 .. 2 and 3 .. 5; a single one has weights in 3 .. 5.
+// The tiles of this thread: sums in 0 .. 5, of which a panel has 0 .. 2 with one tile of rows and 3 .. 5 with a second one; where
+// there is a single one, 3 .. 5 may have weights.
 class Tiles {
  public:
   static constexpr int kX = 6, kWeights = 7;

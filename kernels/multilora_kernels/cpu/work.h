@@ -324,7 +324,7 @@ struct Capability {
   QuantizedKernels quantized;
   const PairUnits* pair_units = nullptr;
   const DigitUnits* digit_units = nullptr;
-  // Over a cache of bfloat16, to which queries and weights are rounded; null where that is no quicker.
+  // Over a cache of bfloat16, with queries and weights rounded to it where that is quicker; null where it never is.
   const AttentionKernels* pair_attention = nullptr;
 };
 
