@@ -85,6 +85,27 @@ def test_the_key_of_the_cache_changes_with_every_source_and_flag(monkeypatch, tm
     assert len(set(digests)) == 4
 
 
+def test_no_standard_header_is_compiled_for_an_instruction_set():
+    # The linker may keep that copy of a function for all processors, and GCC 13 refuses std::vector there.
+    sources = [path for path in build._FOLDER.glob("*.cpp") if "\nMULTILORA_TARGET(" in path.read_text()]
+    assert sources
+    for path in sources:
+        before, behind = path.read_text().split("\nMULTILORA_TARGET(", 1)
+        own: set[str] = set()
+        standard = _standard_headers(before, own)
+        assert _standard_headers(behind, own) <= standard, path.name
+
+
+def _standard_headers(text: str, own: set[str]) -> set[str]:
+    """Those that a text includes, through headers of ours too, which `own` gathers."""
+    found = set(re.findall(r"#include <(.+)>", text))
+    for name in re.findall(r'#include "(.+)"', text):
+        if name not in own:
+            own.add(name)
+            found |= _standard_headers((build._FOLDER / name).read_text(), own)
+    return found
+
+
 def test_a_library_is_bound_to_no_release_of_torch_or_python():
     path = Path(build.load_library().__file__ or "")
     library = path.read_bytes()

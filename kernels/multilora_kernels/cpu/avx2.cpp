@@ -8,7 +8,10 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "storage.h"
 #include "target.h"
