@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from multilora_kernels import operators
 from multilora_kernels.apply import lora_apply
+from multilora_kernels.code_order import in_order, in_tiles, tile_inputs
 from multilora_kernels.cpu import (
     activation_digits,
     linear_directly,
@@ -101,6 +102,7 @@ class QuantizedWeight:
         self._rounds_to_bfloat16 = has_choice and may_round and rounds_activations_of_codes(*groups)
         is_integer = has_choice and not self._rounds_to_bfloat16
         self._digits = activation_digits(*groups, may_round) if is_integer else 0
+        self._tile = 0 if self.is_packed else tile_inputs(group_size, in_features)
         self._codes = self._empty_codes()
         self._scales = self._empty(self.num_groups, scale_dtype)
         self._zeros: torch.Tensor | None = None
@@ -131,15 +133,15 @@ class QuantizedWeight:
         return QuantizedPanels(codes, self._scales, self._zeros, self.group_size, self.shape[1], self._digits)
 
     @property
-    def plain(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int, int]:
-        """Codes (of 4 bits: bytes of two), scales and zeros of a weight that is not packed, an output in a row each;
-        then its group_size and in_features."""
+    def plain(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int, int, int]:
+        """Codes (of 4 bits: bytes of two) as `code_order` has them, scales and zeros of a weight that is not packed, an
+        output in a row each; then its group_size and in_features, and the bits of a code."""
         assert not self.is_packed
         codes = self._codes.flatten(1)
         if self.code_type is CodeType.INT4:
             codes = codes.view(torch.uint8)
         zeros = None if self._zeros is None else self._zeros.flatten(1)
-        return codes, self._scales.flatten(1), zeros, self.group_size, self.shape[1]
+        return codes, self._scales.flatten(1), zeros, self.group_size, self.shape[1], self.code_type.bits
 
     def copy_rows(self, first: int, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
         """Store the outputs first .. first + n.
@@ -193,13 +195,14 @@ class QuantizedWeight:
         return self._codes.view(*self._codes.shape[:2], -1, self._codes.shape[4:].numel())
 
     def _empty_codes(self) -> torch.Tensor:
-        dtype, words = _STORED[self.code_type], -(-self.shape[1] // _WORD_INPUTS)
+        dtype, unit = _STORED[self.code_type], self._tile or _WORD_INPUTS
+        words = -(-self.shape[1] // unit) * unit // _WORD_INPUTS
         if self.code_type is CodeType.INT4:
             return self._empty(words, dtype, (1,) if self._rounds_to_bfloat16 else ())
         if self._rounds_to_bfloat16 or self._digits:
             inputs = _BYTE_ITEM if self._digits > 1 else _PAIR
             return self._empty(words * _WORD_INPUTS // inputs, dtype, (inputs,))
-        return self._empty(self.shape[1], dtype)
+        return self._empty(words * _WORD_INPUTS if self._tile else self.shape[1], dtype)
 
     def _empty(self, items: int, dtype: torch.dtype, parts: tuple[int, ...] = ()) -> torch.Tensor:
         panels, columns, lanes = self._panels
@@ -211,16 +214,18 @@ class QuantizedWeight:
         if self.code_type is CodeType.FP8:
             if ((codes & 0x7F) == 0x7F).any():
                 raise ValueError("a code of float8_e4m3fn is not a number")
-            return F.pad(codes, (0, self._padding))
+            return self._padded(codes)
+        padded = self._padded(codes ^ self._middle)
         if self.code_type is CodeType.INT8:
-            return F.pad((codes ^ self._middle).view(torch.int8), (0, self._padding))
-        padded = F.pad(codes ^ self._middle, (0, -codes.shape[1] % _WORD_INPUTS))
+            return padded.view(torch.int8)
         return (padded[:, 0::2] | padded[:, 1::2] << 4).view(torch.int32)
 
-    @property
-    def _padding(self) -> int:
-        """Inputs of 8 bits beyond the last one, whose codes are 0."""
-        return self._codes.shape[1] * self._codes.shape[4:].numel() - self.shape[1]
+    def _padded(self, codes: torch.Tensor) -> torch.Tensor:
+        """The codes of the inputs, in the order in which they are stored, with zeros for inputs beyond the last one."""
+        if self._tile:
+            return in_tiles(codes, self._tile, self.code_type.bits)
+        inputs = self._codes[0, :, 0, 0].numel() * (_WORD_INPUTS if self.code_type is CodeType.INT4 else 1)
+        return F.pad(codes, (0, inputs - codes.shape[1]))
 
     def _copy_zeros(self, first: int, zeros: torch.Tensor) -> None:
         if self._zeros is None and zeros.any():
@@ -232,7 +237,8 @@ class QuantizedWeight:
     def _weights(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
         """codes: as `_stored`; scales, zeros: [n, num_groups]. Returns [n, in_features] float32."""
         groups = torch.arange(self.shape[1], device=codes.device) // self.group_size
-        values = self._values(codes)[:, : self.shape[1]]
+        values = self._values(codes)
+        values = (in_order(values, self._tile, self.code_type.bits) if self._tile else values)[:, : self.shape[1]]
         return (values if zeros is None else values - zeros.float()[:, groups]) * scales.float()[:, groups]
 
     def _values(self, codes: torch.Tensor) -> torch.Tensor:

@@ -226,7 +226,7 @@ def fill_resources(capability: int) -> Resources:
 
 def multiply_codes_resources(kind: str, num_rows: int, has_zeros: bool, dtype: str, capability: int) -> Resources:
     """`quantized_linear` of few rows. kind: int4, int8 or fp8. The rest as of the others."""
-    constants = multiply_constants(kind, num_rows, 128, dtype == "fp32", True) | {"bias_ptr": None}
+    constants = multiply_constants(kind, 4096, 128, num_rows, dtype == "fp32") | {"bias_ptr": None}
     return _resources(multiply_codes_kernel, *_with_zeros(constants, kind, has_zeros, dtype, capability))
 
 

@@ -25,23 +25,22 @@ _HALVES = """
 """Byte t of four becomes the lower byte of a 16-bit float whose upper one is known: 128 + t, or 1024 + t."""
 
 _INT4 = """{{
-    .reg .b32 t, h, one, low, high;
+    .reg .b32 t, h, one, minus;
     mov.b32 one, {one};
+    mov.b32 minus, {minus};
     lop3.b32 t, $4, 0x0F0F0F0F, 0x08080808, 0x6A;
     shr.u32 h, $4, 4;
     lop3.b32 h, h, 0x0F0F0F0F, 0x08080808, 0x6A;
     {halves}
-    prmt.b32 low, $5, {minus}, 0x5140;
-    prmt.b32 high, $5, {minus}, 0x5342;
-    fma.rn.{type}x2 $0, $0, one, low;
-    fma.rn.{type}x2 $1, $1, one, high;
-    fma.rn.{type}x2 $2, $2, one, low;
-    fma.rn.{type}x2 $3, $3, one, high;
+    fma.rn.{type}x2 $0, $0, one, minus;
+    fma.rn.{type}x2 $1, $1, one, minus;
+    fma.rn.{type}x2 $2, $2, one, minus;
+    fma.rn.{type}x2 $3, $3, one, minus;
 }}"""
-"""$4: pairs of codes in two's complement, so 8 more with the highest bit turned. $5: zeros plus 8, as 128 + z."""
+"""$4: pairs of codes in two's complement, so 8 more with the highest bit turned. minus: 128 + 8, or 1024 + 8."""
 
-_BFLOAT16 = {"high": "0x43434343", "minus": "0xC3C3C3C3", "one": "0x3F803F80", "type": "bf16"}
-_FLOAT16 = {"high": "0x64646464", "minus": "0xE4E4E4E4", "one": "0x3C003C00", "type": "f16"}
+_BFLOAT16 = {"high": "0x43434343", "minus": "0xC308C308", "one": "0x3F803F80", "type": "bf16"}
+_FLOAT16 = {"high": "0x64646464", "minus": "0xE408E408", "one": "0x3C003C00", "type": "f16"}
 _INT4_AS_BFLOAT16 = tl.constexpr(_INT4.format(halves=_HALVES.format(**_BFLOAT16), **_BFLOAT16))
 _INT4_AS_FLOAT16 = tl.constexpr(_INT4.format(halves=_HALVES.format(**_FLOAT16), **_FLOAT16))
 _FP8_AS_BFLOAT16 = tl.constexpr("""{
@@ -65,25 +64,21 @@ _FP8_AS_BFLOAT16 = tl.constexpr("""{
 
 
 @triton.jit
-def int4_values(pairs, zeros, DTYPE: tl.constexpr):
-    """Of bytes of two codes: (those of even inputs less their zeros, those of odd inputs less theirs).
-
-    zeros: int8, to be broadcast over the pairs. DTYPE: bfloat16 or float16.
-    """
+def int4_values(pairs, DTYPE: tl.constexpr):
+    """Of bytes of two codes: (those of the lower bits, those of the upper bits). DTYPE: bfloat16 or float16."""
     if IS_INTERPRETED:
-        even = ((pairs & 15) ^ 8).to(tl.int32) - 8 - zeros
-        odd = ((pairs >> 4) ^ 8).to(tl.int32) - 8 - zeros
-        return even.to(tl.float32), odd.to(tl.float32)
-    lifted = tl.broadcast_to((zeros + 8).to(tl.uint8), pairs.shape)
+        lower = ((pairs & 15) ^ 8).to(tl.int32) - 8
+        upper = ((pairs >> 4) ^ 8).to(tl.int32) - 8
+        return lower.to(tl.float32), upper.to(tl.float32)
     if DTYPE.is_bf16():
-        even, odd = tl.inline_asm_elementwise(
-            _INT4_AS_BFLOAT16, "=&r,=&r,=&r,=&r,r,r", [pairs, lifted], (tl.bfloat16, tl.bfloat16), True, 4
+        lower, upper = tl.inline_asm_elementwise(
+            _INT4_AS_BFLOAT16, "=&r,=&r,=&r,=&r,r", [pairs], (tl.bfloat16, tl.bfloat16), True, 4
         )
     else:
-        even, odd = tl.inline_asm_elementwise(
-            _INT4_AS_FLOAT16, "=&r,=&r,=&r,=&r,r,r", [pairs, lifted], (tl.float16, tl.float16), True, 4
+        lower, upper = tl.inline_asm_elementwise(
+            _INT4_AS_FLOAT16, "=&r,=&r,=&r,=&r,r", [pairs], (tl.float16, tl.float16), True, 4
         )
-    return even, odd
+    return lower, upper
 
 
 @triton.jit

@@ -35,7 +35,7 @@ from multilora_kernels.cuda.decode_attention import decode_kernel
 from multilora_kernels.cuda.expand import expand_kernel
 from multilora_kernels.cuda.penalties import forbid_kernel, penalise_kernel
 from multilora_kernels.cuda.prompt_attention import prompt_kernel
-from multilora_kernels.cuda.quantized import multiply_codes_kernel
+from multilora_kernels.cuda.quantized import MAX_ROWS, ROW_BOUNDS, multiply_codes_kernel
 from multilora_kernels.cuda.segments import segment_kernel
 from multilora_kernels.cuda.shrink import shrink_kernel
 from multilora_kernels.cuda.update import update_kernel
@@ -153,7 +153,7 @@ def test_sampling_compiles_without_spills(capability):
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=_IS_LONG)])
 def test_products_with_codes_compile_without_spills_and_load_many_at_once(capability, kind, dtype):
-    for num_rows in (16, 64):
+    for num_rows in (*ROW_BOUNDS, MAX_ROWS):
         used = multiply_codes_resources(kind, num_rows, kind != "fp8", dtype, capability)
         _check(used, capability)
         assert used.widest_load == 16
