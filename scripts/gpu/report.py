@@ -28,21 +28,22 @@ from repository import REPOSITORY
 
 PARTS = {
     "machine": 40,
-    "self_test": 80,
     "limits": 40,
-    "steps_8b": 110,
+    "quantized": 40,
+    "sampling": 40,
     "kernels": 80,
+    "self_test": 80,
+    "steps_8b": 110,
     "overlap": 40,
     "prefill": 60,
-    "sampling": 40,
-    "quantized": 40,
     "tests": 140,
     "candidates": 60,
     "tuning": 60,
     "steps_1b": 50,
     "sanitizer": 60,
 }
-"""The most seconds of each part, those first that matter most: the last ones get what is left."""
+"""The most seconds of each part. First come those that do without the kernels of the CPU, which are compiled meanwhile,
+then those that matter most: the last ones get what is left."""
 
 SHARED_PARTS = ("self_test", "candidates")
 """Parts that wait for the compiler: so many processes share them as there are processors, up to `MOST_PROCESSES`."""
@@ -59,6 +60,11 @@ DOCUMENT, TABLE = REPOSITORY / "docs" / "gpu.md", "dry run"
 """Where `--docs` writes the table of a dry run."""
 
 WITH_ENGINE = ("steps_8b", "overlap", "prefill", "steps_1b", "tests")
+WITH_CPU_KERNELS = ("self_test", *WITH_ENGINE, "sanitizer")
+"""Parts that compute angles of rotations, or more, on the CPU: each waits until its kernels are compiled."""
+
+CPU_KERNELS_LOG = "cpu_kernels.log"
+
 NEEDED = {
     **dict.fromkeys(("torch", "triton", "numpy"), tuple(PARTS)),
     "msgspec": WITH_ENGINE,
@@ -101,16 +107,14 @@ def missing_wheels() -> dict[str, tuple[str, ...]]:
 
 
 def missing_tools() -> list[str]:
-    """What this machine lacks of all that Triton compiles its launchers with, and the tests their CPU kernels."""
+    """What this machine lacks of all that Triton compiles its launchers with, and we the CPU's kernels."""
     # As Triton does: Debian's own scheme has another folder than its Python.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_path("include", scheme)) / "Python.h"
     has_compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     missing = [] if has_compiler else ["a C compiler (gcc, clang, or CC)"]
     missing += [] if header.exists() else [f"{header} (python3-dev)"]
-    return missing + (
-        [] if os.environ.get("CXX") or shutil.which("c++") else ["a C++ compiler (c++, or CXX) for tests"]
-    )
+    return missing + ([] if os.environ.get("CXX") or shutil.which("c++") else ["a C++ compiler (c++, or CXX)"])
 
 
 def run_part(name: str, seconds: float, is_dry: bool, log: Path) -> PartResult:
@@ -219,11 +223,14 @@ def report(parts: list[str], output: Path, total_seconds: float, is_dry: bool) -
     logs = output / LOGS
     logs.mkdir(parents=True, exist_ok=True)
     write_report(results, missing, output)
-    with _cpu_kernels_ahead() if "tests" in parts and not is_dry else contextlib.nullcontext():
+    with _cpu_kernels_ahead(logs / CPU_KERNELS_LOG) if not is_dry else contextlib.nullcontext() as kernels:
         for name in parts:
+            waited = _end_of([kernels], end - time.monotonic()) if kernels and name in WITH_CPU_KERNELS else "done"
             seconds = min(PARTS[name] * (DRY_PATIENCE if is_dry else 1), end - time.monotonic())
             if "machine" in results and results["machine"].end.startswith("failed"):
                 results[name].end = "not started: the part machine failed"
+            elif waited == "failed":
+                results[name].end = f"not started: the CPU's kernels do not compile, see {LOGS}/{CPU_KERNELS_LOG}"
             elif seconds > 0:
                 results[name] = run_part(name, seconds, is_dry, logs / f"{name}.log")
             print(render({name: results[name]}, missing).split("\n\n", 2)[2], flush=True)
@@ -232,13 +239,14 @@ def report(parts: list[str], output: Path, total_seconds: float, is_dry: bool) -
 
 
 @contextlib.contextmanager
-def _cpu_kernels_ahead() -> Iterator[None]:
-    """Compile the CPU kernels, with which tests compare, while other parts run."""
-    command = ["nice", "-n", "19", sys.executable, "-m", "multilora_kernels.cpu"]
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    ) as process:
-        yield
+def _cpu_kernels_ahead(log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Compile the CPU's kernels while parts run that do without them. Gives the process that does; log: its output."""
+    command = [sys.executable, "-m", "multilora_kernels.cpu"]
+    with (
+        log.open("w") as output,
+        subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True) as process,
+    ):
+        yield process
         _end_of([process], seconds=0)
 
 

@@ -50,6 +50,20 @@ def test_a_part_that_fails_says_why_and_one_without_time_that_it_had_none(tmp_pa
     assert report.report(["limits"], tmp_path, 0, is_dry=True)["limits"].end.startswith("not started")
 
 
+def test_parts_that_need_kernels_of_the_cpu_wait_for_them_and_say_if_they_do_not_compile(tmp_path, monkeypatch):
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho no such instruction >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(report, "run_part", lambda name, *_: report.PartResult(name, "done"))
+    assert report.report(["limits", "self_test"], tmp_path, 60, is_dry=False)["self_test"].end == "done"
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("MULTILORA_KERNELS_CACHE", str(tmp_path / "cache"))
+    results = report.report(["limits", "self_test"], tmp_path, 60, is_dry=False)
+    assert results["limits"].end == "done"
+    assert results["self_test"].end.startswith("not started: the CPU's kernels do not compile")
+    assert "no such instruction" in (tmp_path / report.LOGS / report.CPU_KERNELS_LOG).read_text()
+
+
 def test_the_table_of_a_dry_run_tells_how_far_operators_are_from_the_reference():
     rows = [{"value": error, "unit": report.ERROR_UNIT} for error in (0.1, 0.25)] + [{"value": 3.0, "unit": "ms"}]
     table = report.docs_table({"self_test": report.PartResult("self_test", "done", 5.2, rows)})
@@ -70,7 +84,7 @@ def test_a_machine_without_a_compiler_is_told_so(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     assert [tool for tool in report.missing_tools() if "compiler" in tool] == [
         "a C compiler (gcc, clang, or CC)",
-        "a C++ compiler (c++, or CXX) for tests",
+        "a C++ compiler (c++, or CXX)",
     ]
 
 
