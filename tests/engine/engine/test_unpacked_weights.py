@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from multilora_engine.engine import unpacked_weights
 from multilora_engine.engine.engine import Engine
+from multilora_engine.engine.unpacked_weights import Comparison
 from multilora_engine.engine.weight_info import PathChoice
 from multilora_engine.errors import ConfigError, InvalidRequest, UnpackedWeightsFull, WeightsBusy
 from multilora_engine.models.weights import MEASURED_ROWS
@@ -140,6 +141,12 @@ def test_auto_takes_the_floats_at_measured_row_counts_only(engine: Engine) -> No
         assert weight.unpacked_bytes
 
 
+def test_auto_takes_codes_where_they_are_clearly_faster() -> None:
+    times = zip(*((1.0, 2.0), (1.0, 1.2), (1.0, 1.05), (1.0, 1.0), (2.0, 1.0)), strict=True)
+    codes, floats = times
+    assert Comparison(torch.Size((3, 5)), "int4", codes, floats).float_classes == {2, 3, 4}
+
+
 def test_what_auto_goes_by_is_logged_at_the_start_and_read_by_whoever_asks(
     directory: Path, oracle: Oracle, default_model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -149,8 +156,7 @@ def test_what_auto_goes_by_is_logged_at_the_start_and_read_by_whoever_asks(
     assert compared.keys() == {torch.Size(shape) for shape in ((160, 96), (96, 96), (320, 96), (96, 160), (311, 96))}
     for weight in engine.weights.describe(["*.q_proj"]):
         one = compared[torch.Size((160, 96))]
-        faster = [n for n, codes, floats in zip(MEASURED_ROWS, one.codes, one.floats, strict=True) if floats < codes]
-        assert weight.unpacked_rows == faster
+        assert weight.unpacked_rows == [MEASURED_ROWS[row_class] for row_class in sorted(one.float_classes)]
         assert len(one.codes) == len(one.floats) == len(MEASURED_ROWS)
         assert min(*one.codes, *one.floats) > 0
     for one in compared.values():
