@@ -63,8 +63,14 @@ class MemoryAhead:
             self._thread = threading.Thread(target=self._take_ahead, name="memory-ahead")
             self._thread.start()
 
+    def take_all(self) -> None:
+        """Take the memory of all slots, and return when it is taken."""
+        while self._num_taken < self._num_slots:
+            self.note_use(self._num_slots)
+            self.wait()
+
     def wait(self) -> None:
-        """Return when the memory is taken that `note_use` asked for. For tests."""
+        """Return when the memory is taken that `note_use` asked for."""
         if self._thread.is_alive():
             self._thread.join()
 

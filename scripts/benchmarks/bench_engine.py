@@ -44,7 +44,7 @@ from benchmarks import engine_tables
 from benchmarks.adapter_bench import random_wire
 from benchmarks.bench_rows import Row, render, threads_title, write_results
 from benchmarks.decode_steps import BATCHES, QUANTIZED, Result, at_least, bfloat16_results, decode_results
-from benchmarks.engine_bench import CHUNK, GREEDY, NUM_ADAPTERS, RANK, Bench, Work
+from benchmarks.engine_bench import CHUNK, GREEDY, NUM_ADAPTERS, RANK, WARM_UP_STEPS, Bench, Work
 from benchmarks.matrix_rate import matrix_rate
 from benchmarks.peft_baseline import PeftBaseline
 from benchmarks.percentiles import p99
@@ -155,6 +155,7 @@ def adapter_rows(bench: Bench, context: int, rounds: int, num_steps: int) -> lis
 
     def decode(name: str, tasks: Sequence[int | None]) -> None:
         with bench.batch(n, context, tasks):
+            bench.step_seconds(WARM_UP_STEPS)
             seconds[name] += bench.step_seconds(num_steps)
 
     for _ in range(rounds):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.bench_rows import Row
-from benchmarks.engine_bench import Bench, RepeatedLimits, Work, linear_bytes
+from benchmarks.engine_bench import WARM_UP_STEPS, Bench, RepeatedLimits, Work, linear_bytes
 from benchmarks.step_parts import PARTS, timed_parts
 from benchmarks.step_results import StepResult
 from checkpoints.quantized_default_model import SchemeName
@@ -52,6 +52,7 @@ def decode_results(
                 repeated.measure()
                 for request_id in request_ids[n:]:
                     bench.engine.abort(request_id)
+                bench.step_seconds(WARM_UP_STEPS)
                 seconds[weights, n] += bench.step_seconds(num_steps)
                 with timed_parts() as stopwatch:
                     bench.step_seconds(num_steps)
@@ -66,8 +67,9 @@ def decode_results(
         stored = weights.removesuffix(IN_BFLOAT16)
         work, max_limits = work_of(bench, stored, dtype), MAX_QUANTIZED_LIMITS if stored in QUANTIZED else MAX_LIMITS
         for place, n in reversed(list(enumerate(BATCHES))):
-            # Every batch size before this one made two runs of num_steps tokens.
-            contexts = [context + 2 * num_steps * place + num_steps // 2] * n
+            # Every batch size before this one made steps to warm up, and two runs of num_steps tokens.
+            steps_before = (WARM_UP_STEPS + 2 * num_steps) * place + WARM_UP_STEPS + num_steps // 2
+            contexts = [context + steps_before] * n
             limit = work.decode_seconds(contexts, limits)
             results.append(
                 StepResult(

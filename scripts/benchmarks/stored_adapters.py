@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.adapter_bench import random_wire
 from benchmarks.bench_rows import Row
-from benchmarks.engine_bench import RANK, Bench
+from benchmarks.engine_bench import RANK, WARM_UP_STEPS, Bench
 from multilora_engine.lora.format import pack_adapter
 
 STORED = ("bfloat16", "int8", "fp8", "int4")
@@ -41,6 +41,7 @@ def stored_rows(checkpoint: Path, threads: int, rounds: int, context: int, num_s
 
     def decode(name: str, bench: Bench, n: int, tasks: Sequence[int | None]) -> None:
         with bench.batch(n, context, tasks):
+            bench.step_seconds(WARM_UP_STEPS)
             seconds[name, n] += bench.step_seconds(num_steps)
 
     for _ in range(rounds):

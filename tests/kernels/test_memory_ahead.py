@@ -54,8 +54,7 @@ def test_all_of_it_is_taken_in_the_end_and_values_that_are_written_meanwhile_sta
         memory.note_use(used)
         keys[:, max(0, used - 1000) : used] = 7.0
         values[:, max(0, used - 1000) : used] = -7.0
-    memory.note_use(SLOTS)
-    memory.wait()
+    memory.take_all()
     assert memory.num_taken == SLOTS
     assert resident_bytes(keys) >= keys.nbytes
     assert (keys == 7.0).all()

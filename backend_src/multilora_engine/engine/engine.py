@@ -175,6 +175,10 @@ class Engine:
         """Do now the work that the first request of its kind would make the steps of all others wait for."""
         self._guide_queue.warm_up()
 
+    def take_kv_memory(self) -> None:
+        """Take the memory of the whole KV cache now. Else steps have it taken as they use it, which disturbs them."""
+        self._runner.take_kv_memory()
+
     def put_adapter(self, lora_task_id: TaskId, adapter: PackedAdapter, name: str = "") -> None:
         """Cache an adapter, at once or as soon as there is room for it: see `LoRAManager.put`.
 

@@ -53,6 +53,11 @@ class ModelRunner:
         self._counts = counts
         self._device = kv_cache.keys.device
 
+    def take_kv_memory(self) -> None:
+        """Take the memory of the whole KV cache now, if it is taken as it is used."""
+        if self._kv_memory is not None:
+            self._kv_memory.take_all()
+
     @property
     def kv_cache_bytes(self) -> int:
         return self._kv_cache.num_bytes
