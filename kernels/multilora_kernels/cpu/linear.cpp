@@ -22,8 +22,8 @@ constexpr int64_t kRowPiece = 64;
 // A matrix unit is so fast that weights must be used for more rows, unless threads would then have too few pieces.
 constexpr int64_t kMatrixRowPiece = 256, kLeastPieces = 4;
 static_assert(kRowPiece % kMatrixRows == 0);
-// Cost of taking an activation apart, in multiply-adds.
-constexpr int64_t kSplitCost = 4;
+// Cost of taking an activation apart, in multiply-adds: into bfloat16, and into digits.
+constexpr int64_t kSplitCost = 4, kDigitsCost = 32;
 // Elements of embeddings that are worth a thread.
 constexpr int64_t kGrainElements = 1 << 12;
 
@@ -162,7 +162,7 @@ void PackedLinear::split_rows(const DigitUnit& unit) {
   x_parts_ = Tensor::empty({task_.rows * row_parts_}, DType::uint8);
   const DigitTask split{task_.x, task_.x_stride, task_.rows, task_.in_features, task_.span, x_parts_.data()};
   task_.x_parts = split.parts;
-  const int64_t threads = std::clamp<int64_t>(x_.numel() * kSplitCost / kThreadCost, 1, Team::available());
+  const int64_t threads = std::clamp<int64_t>(x_.numel() * kDigitsCost / kThreadCost, 1, Team::available());
   in_ranges(threads, threads, [&](int64_t i) { unit.split(split, task_.rows * i / threads, task_.rows * (i + 1) / threads); });
 }
 
