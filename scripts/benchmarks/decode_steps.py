@@ -19,7 +19,7 @@ from checkpoints.quantized_default_model import SchemeName
 from multilora_engine.lora.format import TORCH_DTYPES
 
 BATCHES = (32, 16, 8, 1)
-"""Sequences that decode together; from the largest on, so that one set of prompts serves all."""
+"""Sequences that decode together."""
 
 MAX_LIMITS = {1: 1.25, 16: 1.5}
 """The goal: a decode step of so many sequences takes at most so many times its limit."""
@@ -47,17 +47,15 @@ def decode_results(
     seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     parts: defaultdict[tuple[str, int, str], list[float]] = defaultdict(list)
     for _, (weights, bench) in itertools.product(range(rounds), benches.items()):
-        with bench.batch(max(BATCHES), context) as request_ids:
-            for n in BATCHES:
-                repeated.measure()
-                for request_id in request_ids[n:]:
-                    bench.engine.abort(request_id)
+        for n in BATCHES:
+            repeated.measure()
+            with bench.batch(n, context):
                 bench.step_seconds(WARM_UP_STEPS)
                 seconds[weights, n] += bench.step_seconds(num_steps)
                 with timed_parts() as stopwatch:
                     bench.step_seconds(num_steps)
-                for part in PARTS:
-                    parts[weights, n, part].append(stopwatch.seconds[part] / num_steps)
+            for part in PARTS:
+                parts[weights, n, part].append(stopwatch.seconds[part] / num_steps)
     limits = repeated.limits
     results: list[Result] = [
         Row("machine: read bandwidth", limits.bandwidth / 1e9, "GB/s"),
@@ -66,10 +64,8 @@ def decode_results(
     for weights, bench in benches.items():
         stored = weights.removesuffix(IN_BFLOAT16)
         work, max_limits = work_of(bench, stored, dtype), MAX_QUANTIZED_LIMITS if stored in QUANTIZED else MAX_LIMITS
-        for place, n in reversed(list(enumerate(BATCHES))):
-            # Every batch size before this one made steps to warm up, and two runs of num_steps tokens.
-            steps_before = (WARM_UP_STEPS + 2 * num_steps) * place + WARM_UP_STEPS + num_steps // 2
-            contexts = [context + steps_before] * n
+        for n in reversed(BATCHES):
+            contexts = [context + WARM_UP_STEPS + num_steps // 2] * n
             limit = work.decode_seconds(contexts, limits)
             results.append(
                 StepResult(
