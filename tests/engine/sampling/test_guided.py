@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,7 +24,7 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import GuidesFull, InvalidRequest
 from multilora_engine.request import GenerationRequest, Guide, SamplingParams
-from multilora_engine.sampling.guided import GuideCompiler
+from multilora_engine.sampling.guided import GuideCompiler, GuideMatcher
 from multilora_engine.text.tokenizer import Tokenizer
 
 END = 2
@@ -214,12 +216,28 @@ def test_neighbours_of_a_guided_answer_are_unchanged(engine: Engine) -> None:
     assert {name: mixed[name].token_ids for name in alone} == alone
 
 
-def test_a_preempted_answer_goes_on_where_it_was(checkpoint: Path, default_model_dir: Path, engine: Engine) -> None:
+def test_a_preempted_answer_goes_on_where_it_was(
+    checkpoint: Path, default_model_dir: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled, matcher = threading.Semaphore(0), GuideCompiler.matcher
+
+    def counted(*arguments: Any) -> GuideMatcher:
+        try:
+            return matcher(*arguments)
+        finally:
+            compiled.release()
+
+    monkeypatch.setattr(GuideCompiler, "matcher", counted)
     requests = [request(f"r{i}", Guide("regex", "[0-9]{100}x"), seed=i) for i in range(6)]
+
+    def all_at_once() -> Iterator[GenerationRequest]:
+        """However busy the machine is: their guides are ready before the first step."""
+        yield from requests
+        for _ in requests:
+            assert compiled.acquire(timeout=TIMEOUT_S)
+
     small = make_engine(checkpoint, default_model_dir, max_model_len=128, kv_cache_memory_bytes=45_000)
-    # With a guide that is compiled all of them start at once, however busy the machine is.
-    run_all(small, requests[:1])
-    answers = run_all(small, requests)
+    answers = run_all(small, all_at_once())
     assert small.stats.num_preemptions > 0
     assert all(re.fullmatch("[0-9]{100}x", answer.text) for answer in answers.values())
     assert {name: a.text for name, a in run_all(engine, requests).items()} == {n: a.text for n, a in answers.items()}
