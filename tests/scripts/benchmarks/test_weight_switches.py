@@ -32,8 +32,8 @@ def test_each_number_of_sequences_is_measured_in_floats_in_codes_and_with_both(t
         step, packed = values[f"decode {n}, w8a16, auto: a step"], values[f"decode {n}, w8a16: a step"]
         assert values[f"decode {n}, w8a16, auto against codes alone"] == packed / step > 0
         of_floats = values[f"decode {n}, float32: a step"]
-        assert values[f"decode {n}, w8a16, auto against float32"] == of_floats / step
         other = values[f"decode {n}, float32, another engine: a step"]
+        assert values[f"decode {n}, w8a16, auto against float32"] == max(of_floats, other) / step
         assert values[f"decode {n}, float32, another engine against float32"] == of_floats / other
     told = [what for what in values if what.startswith(CHOICE)]
     hidden, vocabulary = model.config.hidden_size, model.config.vocab_size
