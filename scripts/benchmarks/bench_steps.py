@@ -23,7 +23,7 @@ from rich.progress import Progress
 
 from benchmarks.bench_rows import Row, render, threads_title, write_results
 from benchmarks.machine_limits import Clock, EagerClock, Yardsticks, measure
-from benchmarks.model_steps import EIGHT_BILLION, TINY, Sizes, Workbench
+from benchmarks.model_steps import EIGHT_BILLION, TINY, Sizes, Storage, Workbench
 
 GOAL_OF_LIMIT = 0.8
 """The goal for a decode step of one sequence without adapters: the share of its limit."""
@@ -94,7 +94,9 @@ def main(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     title = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {threads_title()}"
-    bench = Workbench(TINY if tiny else EIGHT_BILLION, Sizes((1, 32, 128), context, prompt), dtype, device)
+    bench = Workbench(
+        TINY if tiny else EIGHT_BILLION, Sizes((1, 32, 128), context, prompt), Storage(dtype, dtype), device
+    )
     rows = bench_all(bench, rounds, console)
     console.print(render(rows, title))
     write_results(rows, output, "steps")

@@ -10,13 +10,25 @@ import torch
 
 from benchmarks.lora_workloads import Step
 from benchmarks.model_shapes import BLOCK_SIZE, VOCAB_SIZE
+from benchmarks.random_codes import fill_with_codes
 from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, TokenLoRAs
 from multilora_engine.models.decoder import Decoder
 from multilora_engine.models.llama import LLAMA
 from multilora_engine.models.model_config import ModelConfig
+from multilora_engine.models.quantization.part import Layout
+from multilora_engine.models.quantization.weights import CodedWeight
 from multilora_engine.models.rope_config import Rope
-from multilora_engine.models.weights import FloatFormat, Placement
-from multilora_kernels import LoRATables
+from multilora_engine.models.weights import (
+    EmbeddingWeight,
+    FloatFormat,
+    LinearWeight,
+    Placement,
+    StoredPart,
+    WeightFormat,
+    num_outputs,
+)
+from multilora_kernels import CodeType, LoRATables
+from multilora_kernels.adapter_codes import CODE_BITS, a_bytes, b_bytes
 
 RANK = 16
 
@@ -66,19 +78,64 @@ class Sizes:
         return [n for n in sorted({0, 1, *self.batches}) if n <= min(batch, _MOST_ADAPTERS)]
 
 
+@dataclass(frozen=True)
+class Storage:
+    """The dtypes of a measurement. dtype: of activations, keys and values, and of weights that are floats.
+
+    code_type, group_size: of the linears of all layers; None: floats. lora_dtype: of adapters; int8, float8_e4m3fn and
+    uint8 hold codes, as `adapter_codes` says.
+    """
+
+    dtype: torch.dtype
+    lora_dtype: torch.dtype
+    code_type: CodeType | None = None
+    group_size: int = 128
+
+    def weights(self, device: torch.device) -> WeightFormat:
+        placement = Placement(self.dtype, self.dtype, device)
+        if self.code_type is None:
+            return FloatFormat(placement)
+        return RandomCodes(placement, self.code_type, self.group_size)
+
+
+@dataclass(frozen=True)
+class RandomCodes:
+    """Linears of random codes; the head and the embeddings are floats, as in most quantised checkpoints."""
+
+    placement: Placement
+    code_type: CodeType
+    group_size: int
+
+    def linear(self, parts: Sequence[StoredPart], in_features: int) -> LinearWeight:
+        layout = Layout(self.code_type, min(self.group_size, in_features), self.placement.activation_dtype)
+        shape = (num_outputs(parts), in_features)
+        weight = self.placement.quantized_weight(*shape, layout.code_type, layout.group_size, layout.scale_dtype)
+        fill_with_codes(weight, self.placement.device, scale=0.01)
+        return CodedWeight(weight, layout, [], None)
+
+    def head(self, part: StoredPart, in_features: int) -> EmbeddingWeight:
+        return FloatFormat(self.placement).head(part, in_features)
+
+    def embeddings(self, part: StoredPart, in_features: int) -> EmbeddingWeight:
+        return FloatFormat(self.placement).embeddings(part, in_features)
+
+    def ignores(self, name: str, tensor: torch.Tensor) -> bool:
+        return False
+
+
 class Workbench:
     """A model with random weights, a KV cache that is full of contexts, and adapters on all linears."""
 
-    def __init__(self, config: ModelConfig, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
-        self.config, self.sizes, self.device = config, sizes, device
-        self.model = Decoder(config, LLAMA, FloatFormat(Placement(dtype, dtype, device)))
+    def __init__(self, config: ModelConfig, sizes: Sizes, storage: Storage, device: torch.device) -> None:
+        self.config, self.sizes, self.device, dtype = config, sizes, device, storage.dtype
+        self.model = Decoder(config, LLAMA, storage.weights(device))
         for place in self.model.checkpoint_tensors().values():
             place.copy_(torch.randn(tuple(place.shape), dtype=dtype, device=device) * 0.02)
         self._max_blocks = -(-max(sizes.context, sizes.prompt) // BLOCK_SIZE)
-        num_slots = max(sizes.batches) * self._max_blocks * BLOCK_SIZE
-        shape = (config.num_layers, num_slots, config.num_kv_heads, config.head_dim)
+        self._num_slots = max(sizes.batches) * self._max_blocks * BLOCK_SIZE
+        shape = (config.num_layers, self._num_slots, config.num_kv_heads, config.head_dim)
         self._cache = KVCache(*(torch.randn(shape, dtype=dtype, device=device) for _ in range(2)))
-        self.tables = random_tables(config, max(sizes.adapters(max(sizes.batches))), dtype, device)
+        self.tables = random_tables(config, max(sizes.adapters(max(sizes.batches))), storage.lora_dtype, device)
 
     def decode(self, batch: int, num_adapters: int) -> Step:
         """A step of `batch` sequences; sequence s has adapter s % num_adapters, or none for 0."""
@@ -121,15 +178,28 @@ class Workbench:
 
     def decode_work(self, batch: int, num_adapters: int) -> tuple[float, float]:
         """Bytes and flops of a decode step."""
-        weights = self.num_layer_weights + self._num_head_weights
-        keys_and_values = 2 * batch * self.sizes.context * self.config.num_layers * self.config.kv_size
-        adapters = num_adapters * self.tables.arena.numel() / len(self.tables.rank)
-        return (weights + keys_and_values + adapters) * self.tables.arena.itemsize, 2.0 * weights * batch
+        head = self._num_head_weights * self._itemsize
+        keys_and_values = self._cache.num_bytes / self._num_slots * batch * self.sizes.context
+        adapters = num_adapters * self.tables.arena.nbytes / len(self.tables.rank)
+        flops = 2.0 * (self.num_layer_weights + self._num_head_weights) * batch
+        return self._layer_bytes + head + keys_and_values + adapters, flops
+
+    @property
+    def _layer_bytes(self) -> int:
+        """Of the linears of all layers."""
+        codes = self.model.weight_bytes.keys() - {str(self._cache.keys.dtype).removeprefix("torch.")}
+        if codes:
+            return sum(self.model.weight_bytes[kind] for kind in codes)
+        return self.num_layer_weights * self._itemsize
 
     @property
     def num_layer_weights(self) -> int:
         """Elements of the linears of all layers."""
         return sum(outputs * inputs for inputs, outputs in linears(self.config)) * self.config.num_layers
+
+    @property
+    def _itemsize(self) -> int:
+        return self._cache.keys.itemsize
 
     @property
     def _num_head_weights(self) -> int:
@@ -145,11 +215,29 @@ def linears(config: ModelConfig) -> list[tuple[int, int]]:
 def random_tables(config: ModelConfig, num_adapters: int, dtype: torch.dtype, device: torch.device) -> LoRATables:
     """Adapters of rank `RANK` on all linears of all layers, one after another."""
     shapes = linears(config) * config.num_layers
-    sizes = [RANK * size for shape in shapes for size in shape]
+    sizes = [size for shape in shapes for size in _adapter_sizes(*shape, dtype)]
     starts = torch.tensor([0, *itertools.accumulate(sizes)], device=device)
     first = torch.arange(num_adapters, device=device)[:, None] * starts[-1]
     offsets = first + starts[:-1]
     rank = torch.full((num_adapters, len(shapes)), RANK, dtype=torch.int32, device=device)
-    arena = torch.empty(num_adapters * sum(sizes), dtype=dtype, device=device).normal_(std=0.01)
+    arena = torch.empty(num_adapters * sum(sizes), dtype=dtype, device=device)
+    if dtype in CODE_BITS:
+        # Small bytes are small codes, and as scales small numbers.
+        arena.view(torch.uint8).random_(0, 8)
+    else:
+        arena.normal_(std=0.01)
     a_offset, b_offset = offsets[:, ::2].contiguous(), offsets[:, 1::2].contiguous()
     return LoRATables(arena, rank, a_offset, b_offset, torch.full_like(a_offset, -1), RANK)
+
+
+def _adapter_sizes(in_features: int, out_features: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Elements of A and of B in an arena."""
+    if dtype not in CODE_BITS:
+        return RANK * in_features, RANK * out_features
+    sizes = a_bytes(RANK, in_features, CODE_BITS[dtype]), b_bytes(out_features, RANK, CODE_BITS[dtype])
+    a, b = (-(-size // _CODE_ALIGNMENT) * _CODE_ALIGNMENT for size in sizes)
+    return a, b
+
+
+_CODE_ALIGNMENT = 16
+"""An A and a B of codes begin at multiples of so many elements."""

@@ -11,6 +11,7 @@ from benchmarks.gpu_operators import expand_all, shrink_all
 from benchmarks.lora_workloads import Batch, Model, Step, Workload
 from benchmarks.machine_limits import Limits, void
 from benchmarks.model_shapes import BLOCK_SIZE, EIGHT_BILLION, ONE_BILLION
+from benchmarks.random_codes import fill_with_codes
 from benchmarks.synthetic_batches import LinearShape
 from gpu.machine import Machine, Row
 from multilora_kernels import (
@@ -53,12 +54,7 @@ def measure_quantized(machine: Machine) -> Iterator[Row]:
         for out_features, in_features in shapes:
             group = (code_type, min(group_size, in_features), machine.dtype)
             weight = QuantizedWeight(out_features, in_features, *group, machine.device, compute_dtype=machine.dtype)
-            codes = torch.randint(0, 8, (out_features, in_features), dtype=torch.uint8, device=machine.device)
-            scales = torch.ones(out_features, weight.num_groups, dtype=machine.dtype, device=machine.device)
-            # Symmetric ones, as most checkpoints have them.
-            middle = 1 << (code_type.bits - 1)
-            zeros = None if code_type is CodeType.FP8 else torch.full_like(scales, middle, dtype=torch.uint8)
-            weight.copy_rows(0, codes, scales, zeros)
+            fill_with_codes(weight, machine.device)
             weights.append(weight)
         for num_rows in (2,) if machine.is_dry else (1, 16, 64, 128, 2048):
             xs = [torch.randn(num_rows, shape[1], device=machine.device).to(machine.dtype) for shape in shapes]

@@ -9,10 +9,14 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks.machine_limits import Clock
-from benchmarks.model_steps import EIGHT_BILLION, ONE_BILLION, RANK, Sizes, Workbench, llama_config
+from benchmarks.model_steps import EIGHT_BILLION, ONE_BILLION, RANK, Sizes, Storage, Workbench, llama_config
 from gpu.machine import Machine, Row
 from multilora_engine.lora.page_copies import copies_to
 from multilora_engine.models.model_config import ModelConfig
+from multilora_kernels import CodeType
+
+_BFLOAT16 = Storage(torch.bfloat16, torch.bfloat16)
+_W4A16 = Storage(torch.bfloat16, torch.int8, CodeType.INT4)
 
 _DRY_MODEL = llama_config(1, hidden=32, num_heads=2, num_kv_heads=1, ffn=48, vocab_size=300)
 """The interpreter takes most of a second for a layer."""
@@ -21,9 +25,9 @@ _SHARE_OF_MEMORY = 0.85
 _PAGE_BYTES = 4 << 20
 
 
-def measure_steps(config: ModelConfig, machine: Machine) -> Iterator[Row]:
+def measure_steps(config: ModelConfig, storage: Storage, most_rows: int, machine: Machine) -> Iterator[Row]:
     limits = machine.limits()
-    bench = _workbench(config, machine, context=1024, prompt=1024, most_rows=256)
+    bench = _workbench(config, machine, context=1024, prompt=1024, most_rows=most_rows, storage=storage)
     sizes = bench.sizes
     # Those of the goal first.
     order = sorted(sizes.batches, key=lambda batch: abs(batch - 64))
@@ -39,20 +43,22 @@ def measure_steps(config: ModelConfig, machine: Machine) -> Iterator[Row]:
             yield Row(f"{batch} rows, {adapters} adapters", seconds * 1e3, "ms", share, note)
 
 
-def _workbench(config: ModelConfig, machine: Machine, context: int, prompt: int, most_rows: int) -> Workbench:
+def _workbench(
+    config: ModelConfig, machine: Machine, context: int, prompt: int, most_rows: int, storage: Storage = _BFLOAT16
+) -> Workbench:
     """The largest that fits, with steps of up to `most_rows` sequences."""
     if machine.is_dry:
-        return Workbench(_DRY_MODEL, Sizes((1, 2), 9, 5), machine.dtype, machine.device)
+        return Workbench(_DRY_MODEL, Sizes((1, 2), 9, 5), storage, machine.device)
     free, _ = torch.cuda.mem_get_info()
     for batches in ((1, 8, 64, 128, 256), (1, 8, 64, 128), (1, 8, 64), (1, 8)):
         sizes = Sizes(batches, context, prompt)
         if max(batches) <= most_rows and _workbench_bytes(config, sizes) < _SHARE_OF_MEMORY * free:
-            return Workbench(config, sizes, machine.dtype, machine.device)
+            return Workbench(config, sizes, storage, machine.device)
     raise SystemExit(f"{free / (1 << 30):.1f} GiB are too few for a model of {config.num_layers} layers")
 
 
 def _workbench_bytes(config: ModelConfig, sizes: Sizes) -> int:
-    """Weights, keys and values, and adapters of rank 16, two bytes a number."""
+    """Weights, keys and values, and adapters of rank 16, two bytes a number; codes take less."""
     batch, num_tokens = max(sizes.batches), max(sizes.context, sizes.prompt)
     layer = config.hidden_size * (2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size)
     weights = config.num_layers * layer + 2 * config.vocab_size * config.hidden_size
@@ -105,8 +111,9 @@ def measure_overlap(machine: Machine) -> Iterator[Row]:
 
 
 PARTS: dict[str, Callable[[Machine], Iterator[Row]]] = {
-    "steps_8b": functools.partial(measure_steps, EIGHT_BILLION),
-    "steps_1b": functools.partial(measure_steps, ONE_BILLION),
+    "steps_8b": functools.partial(measure_steps, EIGHT_BILLION, _BFLOAT16, 256),
+    "steps_w4a16": functools.partial(measure_steps, EIGHT_BILLION, _W4A16, 128),
+    "steps_1b": functools.partial(measure_steps, ONE_BILLION, _BFLOAT16, 256),
     "overlap": measure_overlap,
     "prefill": measure_prefill,
 }

@@ -34,13 +34,14 @@ PARTS = {
     "kernels": 80,
     "self_test": 80,
     "steps_8b": 110,
+    "steps_w4a16": 60,
     "overlap": 40,
     "prefill": 60,
     "tests": 140,
     "candidates": 60,
     "tuning": 60,
     "steps_1b": 50,
-    "sanitizer": 60,
+    "sanitizer": 200,
 }
 """The most seconds of each part. First come those that do without the kernels of the CPU, which are compiled meanwhile,
 then those that matter most: the last ones get what is left."""
@@ -59,11 +60,14 @@ DRY_PATIENCE = 4
 DOCUMENT, TABLE = REPOSITORY / "docs" / "gpu.md", "dry run"
 """Where `--docs` writes the table of a dry run."""
 
-WITH_ENGINE = ("steps_8b", "overlap", "prefill", "steps_1b", "tests")
+WITH_ENGINE = ("steps_8b", "steps_w4a16", "overlap", "prefill", "steps_1b", "tests")
 WITH_CPU_KERNELS = ("self_test", *WITH_ENGINE, "sanitizer")
 """Parts that compute angles of rotations, or more, on the CPU: each waits until its kernels are compiled."""
 
 CPU_KERNELS_LOG = "cpu_kernels.log"
+
+_PYDANTIC = ("pydantic_core", "annotated_types", "typing_inspection")
+"""Of pydantic's own needs: wheels that are carried to a machine bring none along."""
 
 NEEDED = {
     **dict.fromkeys(("torch", "triton", "numpy"), tuple(PARTS)),
@@ -72,13 +76,18 @@ NEEDED = {
         (
             *("pytest", "xdist", "hypothesis", "pydantic", "blake3", "llguidance", "safetensors", "threadpoolctl"),
             *("tokenizers", "transformers", "huggingface_hub"),
+            *_PYDANTIC,
         ),
         ("tests",),
     ),
 }
 """The packages that parts import, and which parts do."""
 
-WHEELS = {"xdist": "pytest-xdist", "huggingface_hub": "huggingface-hub"}
+WHEELS = {
+    "xdist": "pytest-xdist",
+    "huggingface_hub": "huggingface-hub",
+    **{module: module.replace("_", "-") for module in _PYDANTIC},
+}
 """Of packages with other names."""
 
 TILES = REPOSITORY / "kernels" / "multilora_kernels" / "cuda" / "block_sizes.json"

@@ -9,8 +9,10 @@ from rich.console import Console
 
 from benchmarks.bench_rows import write_results
 from benchmarks.bench_steps import bench_all
-from benchmarks.model_steps import EIGHT_BILLION, TINY, Sizes, Workbench, linears
+from benchmarks.model_steps import EIGHT_BILLION, TINY, Sizes, Storage, Workbench, linears
+from multilora_kernels import CodeType
 
+FLOATS = Storage(torch.float32, torch.float32)
 SIZES = Sizes(batches=(1, 3), context=20, prompt=33)
 
 
@@ -20,7 +22,7 @@ def test_the_model_has_the_eight_billion_weights_it_is_named_for():
 
 
 def test_a_step_moves_weights_contexts_and_distinct_adapters_once():
-    bench = Workbench(TINY, SIZES, torch.float32, torch.device("cpu"))
+    bench = Workbench(TINY, SIZES, FLOATS, torch.device("cpu"))
     base, _ = bench.decode_work(3, 0)
     shapes = {name: place.shape for name, place in bench.model.checkpoint_tensors().items()}
     read = [shape.numel() for name, shape in shapes.items() if len(shape) == 2 and "embed_tokens" not in name]
@@ -28,8 +30,19 @@ def test_a_step_moves_weights_contexts_and_distinct_adapters_once():
     assert bench.decode_work(3, 3)[0] - base == bench.tables.arena.nbytes
 
 
+def test_a_step_of_codes_moves_their_bytes():
+    bench = Workbench(TINY, SIZES, Storage(torch.float32, torch.int8, CodeType.INT4, 32), torch.device("cpu"))
+    layers = TINY.num_layers * sum(inputs * outputs for inputs, outputs in linears(TINY))
+    floats = 4 * (TINY.vocab_size * TINY.hidden_size + 3 * 20 * 2 * 2 * 32)
+    base, _ = bench.decode_work(3, 0)
+    # Half a byte a code and a scale of four bytes for 32; panels of some dozen outputs are filled up to whole ones.
+    assert 0 <= base - floats - layers * (1 / 2 + 4 / 32) < 0.25 * layers
+    assert bench.decode_work(3, 3)[0] - base == bench.tables.arena.nbytes
+    bench.decode(3, 3)()
+
+
 def test_a_run_leaves_a_table_and_a_plot(tmp_path):
-    bench = Workbench(TINY, SIZES, torch.float32, torch.device("cpu"))
+    bench = Workbench(TINY, SIZES, FLOATS, torch.device("cpu"))
     rows = bench_all(bench, 1, Console(quiet=True))
     write_results(rows, tmp_path, "steps")
     with (tmp_path / "steps.csv").open() as file:
