@@ -33,4 +33,4 @@ ENSEMBLE = Door(
         "len_penalty": "length_penalty",
     },
 )
-"""preprocessing -> generation -> postprocessing, the door that TensorRT-LLM clients know. It takes no `input_ids`."""
+"""preprocessing -> generation, the door that TensorRT-LLM clients know. It takes no `input_ids`."""

@@ -33,6 +33,7 @@ OUTPUT_NAMES = (
     "output_ids",
     "sequence_length",
     "text_output",
+    "flat_text_output",
     "finish_reason",
     "num_input_tokens",
     "num_cached_tokens",

@@ -9,7 +9,7 @@ triton_model                               generation, generation_unary: the wir
   ordered_jobs                             long jobs, in order
   replies, outputs                         when to answer, with which tensors
   prompt_answer, prompt_logits             the part of an answer that tells of the prompt
-preprocessing, postprocessing              the outer steps of the ensembles, both an
+preprocessing, postprocessing              text to tokens for the ensembles, tokens to text; both an
   immediate_model                          a model that answers at once
 adapters_model                             operators' questions about adapters
 inputs, prompts, token_lists               checked input tensors, prompts as token ids, words and biases

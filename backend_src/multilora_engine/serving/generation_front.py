@@ -209,7 +209,7 @@ def _transcripts(
     num_beams = call.num_sequences if call.is_search else 0
     if call.excludes_input:
         return {request_id: Transcript(row, num_beams=num_beams) for request_id, row in rows.items()}
-    texts = [tokenizer.decode(prompt) if responder.wants("text_output") else "" for prompt in call.prompts]
+    texts = [tokenizer.decode(prompt) if responder.wants_text else "" for prompt in call.prompts]
     return {
         request_id: Transcript(row, list(call.prompts[row.batch_index]), texts[row.batch_index], num_beams=num_beams)
         for request_id, row in rows.items()

@@ -127,17 +127,21 @@ class OutputColumns:
     (`_SAME_IN_A_ROW`), or counts them together, is [rows, 1], every other one is [rows, num_sequences].
     `num_sequences`, of which a response has so many answers for each row, take the place of upstream's beams.
 
-    has_flat_text: text_output is [rows * num_sequences] instead.
+    flat_text_output is [rows * num_sequences], and left out beside text_output. has_flat_text: so is text_output.
     """
 
     def __init__(self, names: Collection[str], has_flat_text: bool = False) -> None:
-        self._flat = {"text_output"} if has_flat_text else set()
-        self._plain = _picked(_COLUMNS, names)
+        self._flat = {"flat_text_output", "text_output"} if has_flat_text else {"flat_text_output"}
+        self._plain = _picked(_COLUMNS, {*names} - {"flat_text_output"} if "text_output" in names else names)
         self._log_probs = _picked(_LOG_PROB_COLUMNS, names)
         self._perf = _picked(_PERF_COLUMNS, names)
         self._kv_cache = _picked(_KV_CACHE_COLUMNS, names)
         self._optional = _picked(_OPTIONAL_COLUMNS, names)
         self._has_token_ids = "output_ids" in names
+
+    @property
+    def has_text(self) -> bool:
+        return not {"text_output", "flat_text_output"}.isdisjoint(self._plain)
 
     def plain_values(self, answers: Sequence[RowAnswer]) -> dict[str, list[int | bytes]]:
         """The answers' values of the outputs that have one value an answer, most of which a stream repeats."""
@@ -209,6 +213,7 @@ def _perf_numbers(
 _COLUMNS: Mapping[str, tuple[Callable[[RowAnswer], int | bytes], type]] = {
     "sequence_length": (lambda row: len(row.token_ids), np.int32),
     "text_output": (lambda row: row.text.encode(), np.object_),
+    "flat_text_output": (lambda row: row.text.encode(), np.object_),
     "finish_reason": (lambda row: row.finish_reason.encode(), np.object_),
     "num_input_tokens": (lambda row: row.num_input_tokens, np.int32),
     "num_output_tokens": (lambda row: row.num_output_tokens, np.int32),

@@ -1,4 +1,4 @@
-"""The Python model `postprocessing`: the last step of the ensembles, from tokens to text.
+"""The Python model `postprocessing`: from tokens to text, for those who ask it directly.
 
 It must have one instance only: several would overtake each other and put the pieces of a stream out of order.
 """
@@ -21,10 +21,8 @@ class PostprocessingModel(ImmediateModel):
     """Stateless: nothing is remembered between the pieces of a stream."""
 
     def answer(self, inputs: InputTensors, link: EngineLink) -> dict[str, NDArray[Any]]:
-        # The engine's own text is cut at whole characters and stop words, which tokens alone cannot tell.
-        texts = inputs.array("GENERATED_TEXT") if "GENERATED_TEXT" in inputs else decode(inputs, link.describe()[1])
         # Without a batch dimension, as upstream has it: its clients decode the elements of the first one.
-        return {"OUTPUT": texts.reshape(-1)}
+        return {"OUTPUT": decode(inputs, link.describe()[1]).reshape(-1)}
 
 
 def decode(inputs: InputTensors, tokenizer: Tokenizer) -> NDArray[np.object_]:
@@ -32,8 +30,6 @@ def decode(inputs: InputTensors, tokenizer: Tokenizer) -> NDArray[np.object_]:
 
     Raises InvalidRequest.
     """
-    if len(inputs.present("TOKENS_BATCH", "SEQUENCE_LENGTH")) < 2:
-        raise InvalidRequest("a request needs GENERATED_TEXT, or TOKENS_BATCH and SEQUENCE_LENGTH")
     tokens, lengths = inputs.array("TOKENS_BATCH"), inputs.array("SEQUENCE_LENGTH")
     if (
         tokens.ndim != 3

@@ -40,8 +40,9 @@ class Responder:
         self.unsent_bytes = 0
         """Bytes of the tensors that `flush` will send, without the small ones that every response has."""
 
-    def wants(self, name: str) -> bool:
-        return name in self._names
+    @property
+    def wants_text(self) -> bool:
+        return self._columns.has_text
 
     def is_cancelled(self) -> bool:
         return self._sender.is_cancelled()

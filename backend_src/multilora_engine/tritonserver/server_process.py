@@ -60,7 +60,7 @@ _ENGINE_EXIT_S = 10.0
 """The seconds that an engine whose server was killed has to write adapters to disk that are in memory only."""
 
 _LAST_STEP_S = 0.5
-"""The seconds that the engine's last answers have to pass through postprocessing: no ensemble goes on after SIGTERM."""
+"""The seconds that the last answers have to pass through further steps of an ensemble: none begins after SIGTERM."""
 
 
 class ServerFailed(MultiloraError):

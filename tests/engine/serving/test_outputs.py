@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 from support.fake_triton import LOG_PROB_NAMES, OUTPUT_NAMES, PERF_NAMES
 
@@ -60,17 +61,27 @@ def test_the_sequences_of_a_row_are_its_beams() -> None:
     assert arrays["num_output_tokens"].tolist() == [[6], [0]]
     per_row = {"num_input_tokens", "num_cached_tokens", "num_output_tokens", "sequence_index"}
     per_row |= {"batch_index", "lora_task_id_out", "lora_digest"}
-    for name in {*OUTPUT_NAMES} - {"output_ids", "output_log_probs"}:
+    for name in {*OUTPUT_NAMES} - {"output_ids", "output_log_probs", "flat_text_output"}:
         assert arrays[name].shape == ((2, 1) if name in per_row else (2, 3))
     assert arrays["lora_digest"].tolist() == [[b"d1"], [b""]]
 
 
-def test_flat_text_has_a_text_for_each_row_and_sequence_and_no_batch_dimension() -> None:
-    columns = OutputColumns({"text_output", "finish_reason"}, has_flat_text=True)
+@pytest.mark.parametrize(("name", "has_flat_text"), [("flat_text_output", False), ("text_output", True)])
+def test_flat_text_has_a_text_for_each_row_and_sequence_and_no_batch_dimension(name: str, has_flat_text: bool) -> None:
+    columns = OutputColumns({name, "finish_reason"}, has_flat_text)
+    assert columns.has_text
     values = columns.plain_values([FIRST, SECOND, SECOND, FIRST])
-    arrays = {name: columns.plain_array(name, values[name], num_sequences=2) for name in values}
-    assert arrays["text_output"].tolist() == ["aé".encode(), b"", b"", "aé".encode()]
+    arrays = {each: columns.plain_array(each, values[each], num_sequences=2) for each in values}
+    assert arrays[name].tolist() == ["aé".encode(), b"", b"", "aé".encode()]
     assert arrays["finish_reason"].tolist() == [[b"stop", b""], [b"", b"stop"]]
+
+
+@pytest.mark.parametrize("has_flat_text", [False, True])
+def test_a_response_has_its_text_once(has_flat_text: bool) -> None:
+    columns = OutputColumns({"text_output", "flat_text_output"}, has_flat_text)
+    assert columns.has_text
+    assert set(columns.plain_values([FIRST])) == {"text_output"}
+    assert not OutputColumns({"output_ids"}, has_flat_text).has_text
 
 
 def test_only_what_is_wanted_is_built() -> None:
@@ -178,4 +189,4 @@ def test_outputs_that_were_not_asked_for_are_left_out() -> None:
     told_of_one = msgspec.structs.replace(SECOND, log_probs=[], perf=PerfMetrics())
     for answers in ([FIRST], [FIRST, told_of_one]):
         built = output_arrays(answers, {*OUTPUT_NAMES, *LOGITS_NAMES}, 0)
-        assert set(built) == {*OUTPUT_NAMES} - {*LOG_PROB_NAMES, *PERF_NAMES}
+        assert set(built) == {*OUTPUT_NAMES} - {*LOG_PROB_NAMES, *PERF_NAMES, "flat_text_output"}

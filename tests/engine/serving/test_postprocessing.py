@@ -51,26 +51,10 @@ def test_lengths_that_do_not_fit_are_refused(tokenizer: Tokenizer, shape: tuple[
         decode(InputTensors(FakeRequest(tensors)), tokenizer)
 
 
-@pytest.mark.parametrize("tensors", [{}, {"TOKENS_BATCH": [[[1]]]}, {"SEQUENCE_LENGTH": [[1]]}])
-def test_a_request_without_text_needs_tokens_and_their_lengths(tokenizer: Tokenizer, tensors: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match="GENERATED_TEXT, or TOKENS_BATCH and SEQUENCE_LENGTH"):
-        decode(InputTensors(FakeRequest(tensors)), tokenizer)
-
-
-def output_of(tensors: dict[str, Any], tokenizer: Tokenizer) -> np.ndarray:
-    model = PostprocessingModel()
-    vars(model)["_link"] = DescribedLink(tokenizer)
-    (response,) = model.execute([FakeRequest(tensors, output_names=("OUTPUT",))])
-    output: np.ndarray = response.arrays["OUTPUT"]
-    return output
-
-
-def test_text_the_engine_has_decoded_passes_unchanged(tokenizer: Tokenizer) -> None:
-    text = np.array([["é".encode()[:1] + b"kept as it is", b"b"], [b"c", b""]], object)
-    assert output_of({"GENERATED_TEXT": text}, tokenizer).tolist() == text.flatten().tolist()
-
-
 def test_the_texts_of_all_rows_and_beams_have_one_dimension(tokenizer: Tokenizer) -> None:
     tokens, lengths = tokens_batch(tokenizer, [["a", "b"], ["c", "d"]])
-    output = output_of({"TOKENS_BATCH": tokens, "SEQUENCE_LENGTH": lengths}, tokenizer)
-    assert output.tolist() == [b"a", b"b", b"c", b"d"]
+    model = PostprocessingModel()
+    vars(model)["_link"] = DescribedLink(tokenizer)
+    request = FakeRequest({"TOKENS_BATCH": tokens, "SEQUENCE_LENGTH": lengths}, output_names=("OUTPUT",))
+    (response,) = model.execute([request])
+    assert response.arrays["OUTPUT"].tolist() == [b"a", b"b", b"c", b"d"]

@@ -37,9 +37,9 @@ def test_their_code_is_that_of_the_doors(repository: Path, name: str, model: typ
 @pytest.mark.parametrize(
     ("models", "steps"),
     [
-        (UpstreamModels.NONE, ["preprocessing", "generation", "postprocessing"]),
-        (UpstreamModels.DECOUPLED, ["preprocessing", "generation", "postprocessing"]),
-        (UpstreamModels.UNARY, ["preprocessing", "generation_unary", "postprocessing"]),
+        (UpstreamModels.NONE, ["preprocessing", "generation"]),
+        (UpstreamModels.DECOUPLED, ["preprocessing", "generation"]),
+        (UpstreamModels.UNARY, ["preprocessing", "generation_unary"]),
     ],
 )
 def test_the_ensemble_is_decoupled_by_its_step_exactly_when_the_models_are(
@@ -47,7 +47,7 @@ def test_the_ensemble_is_decoupled_by_its_step_exactly_when_the_models_are(
 ) -> None:
     add_upstream_models(repository, models)
     assert steps_of(repository, "ensemble") == steps
-    assert steps_of(repository, "ensemble_unary") == ["preprocessing", "generation_unary", "postprocessing"]
+    assert steps_of(repository, "ensemble_unary") == ["preprocessing", "generation_unary"]
 
 
 def steps_of(repository: Path, model: str) -> list[str]:
