@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "lora_codes.h"
 #include "lora_kernels.h"
@@ -132,6 +133,27 @@ void shrink_blocks(const ShrinkTask& task, int64_t rank_begin, int64_t rank_end,
   shrink_block_ranks<Vec, 1>(task, j, rank_end, order);
 }
 
+// The codes of some columns of a panel as floats, from a lane on.
+template <class Vec, class Code>
+MULTILORA_INLINE void load_columns(const Code* codes, int count, typename Vec::F* columns) {
+  if constexpr (std::is_same_v<Code, Int4Codes>) {
+    for (int c = 0; c < count; c += 2) {
+      Vec::load_pairs(codes + c / 2 * kCodeLanes, columns[c], columns[c + 1]);
+    }
+  } else {
+    for (int c = 0; c < count; ++c) {
+      columns[c] = Vec::load(codes + c * kCodeLanes);
+    }
+  }
+}
+
+// By which sums over codes with equal scales are multiplied.
+template <class Vec, class Code>
+MULTILORA_INLINE typename Vec::F load_scale(const BFloat16* scales) {
+  const typename Vec::F scale = Vec::load(scales);
+  return kLoadedScale<Code> == 1 ? scale : Vec::mul(scale, Vec::broadcast(kLoadedScale<Code>));
+}
+
 // The outputs [begin, end) of one panel, for all rows of the task.
 template <class Vec, class Code>
 struct PanelTile {
@@ -168,24 +190,9 @@ struct PanelTile {
   MULTILORA_INLINE void add_columns(int64_t column, int64_t lane, int64_t n) const {
     F columns[kBlockColumns];
     const int count = kCount ? kCount : int(n);
-    load_columns(reinterpret_cast<const Code*>(panel + Places::codes_at(column)) + lane, count, columns);
-    F scale = Vec::load(reinterpret_cast<const BFloat16*>(panel + Places::scales_at(column)) + lane);
-    if constexpr (kLoadedScale<Code> != 1) {
-      scale = Vec::mul(scale, Vec::broadcast(kLoadedScale<Code>));
-    }
+    load_columns<Vec>(reinterpret_cast<const Code*>(panel + Places::codes_at(column)) + lane, count, columns);
+    const F scale = load_scale<Vec, Code>(reinterpret_cast<const BFloat16*>(panel + Places::scales_at(column)) + lane);
     for_each_row_tile<Vec::kExpandRows>(0, task.rows.count, Accumulate<kCount>{*this, columns, scale, column, count});
-  }
-
-  template <class T>
-  static MULTILORA_INLINE void load_columns(const T* codes, int count, F* columns) {
-    for (int c = 0; c < count; ++c) {
-      columns[c] = Vec::load(codes + c * kCodeLanes);
-    }
-  }
-  static MULTILORA_INLINE void load_columns(const Int4Codes* pairs, int count, F* columns) {
-    for (int c = 0; c < count; c += 2) {
-      Vec::load_pairs(pairs + c / 2 * kCodeLanes, columns[c], columns[c + 1]);
-    }
   }
 
   // Two chains for a row, as in ExpandTile.
@@ -242,6 +249,44 @@ struct PanelTile {
   }
 };
 
+// A task with one row, the usual case: each row has an adapter of its own. As `PanelTile`, but v and the sums stay in registers.
+// From the first output of a panel on.
+template <class Vec, class Code, int kRank>
+void expand_row(const ExpandTask& task, int64_t output_begin, int64_t output_end, const ReadingOrder& order) {
+  using F = typename Vec::F;
+  using Places = CodePlaces<Code>;
+  static_assert(kRank % 2 == 0 && kRank <= kBlockColumns);
+  constexpr int64_t kPanelBytes = Places::panel(kRank);
+  const int64_t token = task.rows.tokens[0];
+  F v[kRank];
+  for (int c = 0; c < kRank; ++c) {
+    v[c] = Vec::broadcast(task.v[token * task.v_stride + c]);
+  }
+  float* y = task.y + token * task.y_stride;
+  const auto* magnitude = static_cast<const float*>(task.magnitude);
+  for (int64_t n = output_begin; n < output_end; n += kCodeLanes) {
+    const char* panel = static_cast<const char*>(task.b) + n / kCodeLanes * kPanelBytes;
+    const char* soon = order.after(panel, 0);
+    for (int64_t line = 0; line < kPanelBytes; line += kCacheLine) {
+      fetch_line(soon + line);
+    }
+    for (int64_t lane = 0; lane < kCodeLanes && n + lane < output_end; lane += Vec::kWidth) {
+      F columns[kRank], even = Vec::zero(), odd = Vec::zero();
+      load_columns<Vec>(reinterpret_cast<const Code*>(panel + Places::codes_at(0)) + lane, kRank, columns);
+      for (int c = 0; c < kRank; c += 2) {
+        even = Vec::fma(v[c], columns[c], even);
+        odd = Vec::fma(v[c + 1], columns[c + 1], odd);
+      }
+      const F scale = load_scale<Vec, Code>(reinterpret_cast<const BFloat16*>(panel + Places::scales_at(0)) + lane);
+      const F update = Vec::fma(scale, Vec::add(even, odd), Vec::zero());
+      const int lanes = int(std::min<int64_t>(Vec::kWidth, output_end - n - lane));
+      float* to = y + n + lane;
+      const F total = Vec::add(Vec::load_first(to, lanes), update);
+      Vec::store_first(to, magnitude ? Vec::mul(total, Vec::load_first(magnitude + n + lane, lanes)) : total, lanes);
+    }
+  }
+}
+
 template <class Vec, class Code>
 void expand_codes(const ExpandTask& task, int64_t output_begin, int64_t output_end, const void* next) {
   typename Vec::F sums[kMaxRows];
@@ -249,6 +294,14 @@ void expand_codes(const ExpandTask& task, int64_t output_begin, int64_t output_e
                 last = (output_end + kCodeLanes - 1) / kCodeLanes;
   const char* b = static_cast<const char*>(task.b);
   const ReadingOrder order(b + first * panel_bytes, b + last * panel_bytes, next);
+  if (task.rows.count == 1 && output_begin % kCodeLanes == 0) {
+    if (task.rank == 16) {
+      return expand_row<Vec, Code, 16>(task, output_begin, output_end, order);
+    }
+    if (task.rank == 8) {
+      return expand_row<Vec, Code, 8>(task, output_begin, output_end, order);
+    }
+  }
   for (int64_t p = first; p < last; ++p) {
     const char *panel = b + p * panel_bytes, *soon = order.after(panel, 0);
     for (int64_t line = 0; line < panel_bytes; line += kCacheLine) {

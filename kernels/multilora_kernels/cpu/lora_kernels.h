@@ -130,7 +130,9 @@ void shrink(const ShrinkTask& task, int64_t rank_begin, int64_t rank_end, const 
   if (task.rows.count > 1) {
     j = shrink_ranks<Vec, T, kRankUnit>(task, j, rank_end, order);
   }
-  j = shrink_ranks<Vec, T, Vec::kSingleRowRanks>(task, j, rank_end, order);
+  // Codes take longer to become floats than to come from memory: ranks side by side share what is loaded of x.
+  constexpr int kSingleRowRanks = sizeof(T) == 1 ? int(kRankUnit) : Vec::kSingleRowRanks;
+  j = shrink_ranks<Vec, T, kSingleRowRanks>(task, j, rank_end, order);
   shrink_ranks<Vec, T, 1>(task, j, rank_end, order);
 }
 
