@@ -84,10 +84,11 @@ struct ShrinkTile {
     // sooner. So it has to ask for the whole next tile before that begins.
     const int64_t tile_bytes = Ranks * in * sizeof(T);
     const auto fetch_ahead = [&](int64_t k) {
-      if (first_row == 0 && k % (kCacheLine / sizeof(T)) == 0) {
+      constexpr int64_t kBytes = Ranks * Vec::kWidth * sizeof(T);
+      if (first_row == 0 && (kBytes >= kCacheLine || k * Ranks * sizeof(T) % kCacheLine == 0)) {
         const char* soon = order.after(a + k * Ranks, tile_bytes);
-        for (int j = 0; j < Ranks; ++j) {
-          fetch_line(soon + j * kCacheLine);
+        for (int64_t byte = 0; byte < kBytes; byte += kCacheLine) {
+          fetch_line(soon + byte);
         }
       }
     };
