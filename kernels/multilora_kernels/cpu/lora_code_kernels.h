@@ -125,12 +125,8 @@ void shrink_blocks(const ShrinkTask& task, int64_t rank_begin, int64_t rank_end,
   const int64_t rank_bytes = CodePlaces<Int4Codes>::a_row(task.in_features);
   const char* a = static_cast<const char*>(task.a);
   const ReadingOrder order(a + rank_begin * rank_bytes, a + rank_end * rank_bytes, next);
-  int64_t j = rank_begin;
-  if (task.rows.count > 1) {
-    j = shrink_block_ranks<Vec, kRankUnit>(task, j, rank_end, order);
-  }
-  j = shrink_block_ranks<Vec, Vec::kSingleRowRanks>(task, j, rank_end, order);
-  shrink_block_ranks<Vec, 1>(task, j, rank_end, order);
+  const int64_t rest = shrink_block_ranks<Vec, kRankUnit>(task, rank_begin, rank_end, order);
+  shrink_block_ranks<Vec, 1>(task, rest, rank_end, order);
 }
 
 // The codes of some columns of a panel as floats, from a lane on.
