@@ -141,6 +141,7 @@ class OutputColumns:
 
     @property
     def has_text(self) -> bool:
+        """Whether a response has the answers' texts, in either shape."""
         return not {"text_output", "flat_text_output"}.isdisjoint(self._plain)
 
     def plain_values(self, answers: Sequence[RowAnswer]) -> dict[str, list[int | bytes]]:

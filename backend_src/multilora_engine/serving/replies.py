@@ -42,6 +42,7 @@ class Responder:
 
     @property
     def wants_text(self) -> bool:
+        """Whether the request asks for the answers' texts, in either shape."""
         return self._columns.has_text
 
     def is_cancelled(self) -> bool:
