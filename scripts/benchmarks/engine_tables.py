@@ -20,6 +20,9 @@ _MACHINE = "machine: "
 _STEPS = {"decode": "steps", "bfloat16": "steps in bfloat16"}
 """The tables of the parts that measure steps."""
 
+_BY_MEASURE = ("prefill", "stored")
+"""The parts whose tables have a column for each measure."""
+
 Results = Sequence[Row | StepResult]
 
 
@@ -37,7 +40,7 @@ def write_tables(results: Mapping[str, Results], source: str) -> None:
             write_table(PAGE, f"engine {part}", measures_table([row for row in measured if row not in choices]), source)
             write_table(PAGE, "engine choices", measures_table(choices), source)
         else:
-            table = (measures_table if part == "prefill" else rows_table)(measured)
+            table = (measures_table if part in _BY_MEASURE else rows_table)(measured)
             write_table(PAGE, f"engine {part}", table, source)
     write_plots(PAGE)
 
