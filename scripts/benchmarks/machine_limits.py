@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.lora_workloads import Step
 from benchmarks.plain_loops import DOT_ROUNDS, PlainLoops
+from multilora_kernels import HugePages
 
 
 @dataclass(frozen=True)
@@ -132,37 +133,51 @@ class Yardsticks:
     """Steps that only move memory or only multiply numbers of one type, to be timed beside the work that they limit.
 
     A CPU multiplies through oneDNN (the MKL behind torch's `@` reaches half of its speed on AMD's processors) and in
-    plain loops. The fastest step of a kind is the limit.
+    plain loops. The fastest step of a kind is the limit. A CPU's step takes some tens of milliseconds: a virtual core
+    that slept wakes up in one or two, which are a third of a step of 5 ms. And it moves half a GiB, of which a server's
+    caches keep little from one time to the other.
     """
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
-        numel, n = (1 << 25, 1024) if device == "cpu" else (1 << 28, 8192)
-        source = torch.ones(numel, device=device)
-        target = torch.empty_like(source)
+        numel, n = (1 << 27, 1024) if device == "cpu" else (1 << 28, 8192)
+        copies, products = (3, 24) if device == "cpu" else (1, 1)
+        source = _memory(numel, device).uniform_()
+        target = _memory(numel, device)
         matrix = torch.randn(n, n, device=device, dtype=dtype)
         multiply = onednn_linear if device == "cpu" and has_onednn(dtype) else torch.matmul
-        self.steps: dict[str, Step] = {
-            "copy": lambda: void(target.copy_(source)),
-            "read": lambda: void(source.sum()),
-            "multiply": lambda: void(multiply(matrix, matrix)),
-        }
-        self._bytes = {"copy": 2.0 * source.nbytes, "read": float(source.nbytes)}
-        self._flops = {"multiply": 2.0 * n**3}
+        self.steps: dict[str, Step] = {}
+        self._bytes: dict[str, float] = {}
+        self._flops: dict[str, float] = {}
+        self._add("copy", lambda: target.copy_(source), self._bytes, 2.0 * source.nbytes, copies)
+        self._add("read", lambda: source.sum(), self._bytes, source.nbytes, copies)
+        self._add("multiply", lambda: multiply(matrix, matrix), self._flops, 2.0 * n**3, products)
         if device == "cpu":
-            self._add_plain_loops(source, dtype)
+            loops = PlainLoops()
+            self._add("load", lambda: loops.load(source), self._bytes, source.nbytes, copies)
+            if operations := loops.operations(dtype) * torch.get_num_threads() * DOT_ROUNDS:
+                self._add("dot", lambda: loops.multiply(dtype, DOT_ROUNDS), self._flops, operations, copies)
 
     def limits(self, seconds: Mapping[str, float]) -> Limits:
         """The limits of the machine, by the seconds that each step took."""
         bandwidth = max(num_bytes / seconds[name] for name, num_bytes in self._bytes.items())
         return Limits(bandwidth, max(num_flops / seconds[name] for name, num_flops in self._flops.items()))
 
-    def _add_plain_loops(self, source: torch.Tensor, dtype: torch.dtype) -> None:
-        loops = PlainLoops()
-        self.steps["load"] = lambda: void(loops.load(source))
-        self._bytes["load"] = float(source.nbytes)
-        if operations := loops.operations(dtype):
-            self.steps["dot"] = lambda: void(loops.multiply(dtype, DOT_ROUNDS))
-            self._flops["dot"] = float(operations * DOT_ROUNDS * torch.get_num_threads())
+    def _add(
+        self, name: str, task: Callable[[], object], amounts: dict[str, float], amount: float, copies: int
+    ) -> None:
+        """A step that does a task, which moves or computes an amount, so many times."""
+
+        def step() -> None:
+            for _ in range(copies):
+                task()
+
+        self.steps[name], amounts[name] = step, copies * amount
+
+
+def _memory(numel: int, device: str) -> torch.Tensor:
+    """Float32 zeros. On a CPU in huge pages, as the weights are: small ones are read a tenth slower."""
+    shape = (numel,)
+    return HugePages().zeros(shape, torch.float32) if device == "cpu" else torch.zeros(shape, device=device)
 
 
 def has_onednn(dtype: torch.dtype) -> bool:
