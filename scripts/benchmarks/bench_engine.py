@@ -14,7 +14,8 @@ adapters   decoding 16 sequences with one adapter or 16 different ones on all li
 unpacked   decode steps in w8a16 and w4a16 with codes alone, and with floats beside them where `auto` finds them faster,
            against float32 weights
 stored     decoding 16 and 64 sequences with as many different adapters, stored as bfloat16, int8, fp8 and int4, beside
-           weights in float32 and in bfloat16: the share of the base model's tokens that is left
+           weights in float32 and in bfloat16: the share of the base model's tokens that is left, and the share that
+           would be if the adapters took the time of their bytes at the measured read bandwidth
 peft       whole answers to 16 prompts at once, each with an adapter of its own, beside transformers + PEFT on the same
            adapters in one mixed batch (`adapter_names`): tokens a second, and the time between tokens
 overhead   what a step of 64 sequences costs beside the model, on one core: scheduling, batch, sampling, text, emission.
