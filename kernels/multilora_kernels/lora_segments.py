@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from multilora_kernels.cpu import segments_directly
 from multilora_kernels.gpu_operators import gpu_operator
 from multilora_kernels.interpreter import has_gpu_operators
 from multilora_kernels.segments import (
@@ -17,6 +18,9 @@ from multilora_kernels.segments import (
 
 def lora_segments(token_lora_mapping: torch.Tensor, max_loras: int, chunk_size: int | None = None) -> LoRASegments:
     """Sort tokens by adapter and cut the runs into chunks, without synchronising the device.
+
+    On a CPU it is one call: some twenty of PyTorch's take a step of a small model 0.4 ms, whose weights have driven
+    PyTorch's code out of the caches.
 
     token_lora_mapping: [num_tokens] int32 or int64, each -1 (base model) or 0 .. max_loras - 1.
     Every run of `n` tokens gives `ceil(n / chunk_size)` chunks; the order inside a run is the batch's order.
@@ -33,4 +37,9 @@ def lora_segments(token_lora_mapping: torch.Tensor, max_loras: int, chunk_size: 
             segment = gpu_operator("lora_segments")
             permutation, starts, lengths, indices = segment(token_lora_mapping, max_loras, chunk_size, capacity)
             return LoRASegments(permutation, starts, lengths, indices, num_tokens, chunk_size)
+    is_eager = not torch.compiler.is_dynamo_compiling()
+    if token_lora_mapping.device.type == "cpu" and is_eager:
+        fields = segments_directly(token_lora_mapping.contiguous(), chunk_size, capacity)
+        if fields is not None:
+            return LoRASegments(*fields, num_tokens, chunk_size)
     return reference_segments(token_lora_mapping, max_loras, chunk_size, capacity)

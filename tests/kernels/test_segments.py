@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from benchmarks.synthetic_batches import POPULARITIES, choose_adapters
-from multilora_kernels import lora_segments
+from multilora_kernels import load_cpu_kernels, lora_segments
+from multilora_kernels.cpu import segments_directly
+from multilora_kernels.segments import reference_segments
 
 
 def _chunks(segments):
@@ -40,6 +42,38 @@ def test_every_token_of_an_adapter_is_in_exactly_one_chunk_of_that_adapter(popul
     assert all(1 <= len(tokens) <= chunk_size for _, tokens in chunks)
     counts = torch.bincount(mapping[mapping >= 0], minlength=1)
     assert len(chunks) == int(((counts + chunk_size - 1) // chunk_size).sum())
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("num_tokens", [0, 1, 16, 133, 600])
+@pytest.mark.parametrize("chunk_size", [1, 3, 16])
+def test_segments_are_those_of_the_reference(dtype, num_tokens, chunk_size):
+    assert load_cpu_kernels()
+    max_loras = num_tokens // 3 + 1
+    mapping = torch.randint(-1, max_loras, (num_tokens,), generator=torch.Generator().manual_seed(chunk_size)).to(dtype)
+    actual = lora_segments(mapping, max_loras, chunk_size)
+    expected = reference_segments(mapping, max_loras, chunk_size, actual.chunk_start.numel())
+    num_used = int((mapping >= 0).sum())
+    assert torch.equal(actual.permutation[:num_used], expected.permutation[:num_used])
+    for name in ("chunk_start", "chunk_length", "chunk_lora_index"):
+        found = getattr(actual, name)
+        assert found.dtype == torch.int32
+        assert torch.equal(found, getattr(expected, name))
+    assert (actual.permutation.shape, actual.num_tokens, actual.chunk_size) == ((num_tokens,), num_tokens, chunk_size)
+
+
+def test_pytorch_gives_the_same_segments_where_nothing_is_compiled(monkeypatch):
+    mapping = torch.tensor([1, -1, 0, 1, 1, -1, 0])
+    compiled = lora_segments(mapping, max_loras=2, chunk_size=2)
+    monkeypatch.setattr("multilora_kernels.cpu._library", lambda: None)
+    assert _chunks(lora_segments(mapping, max_loras=2, chunk_size=2)) == _chunks(compiled)
+
+
+def test_mappings_of_another_kind_are_refused():
+    for mapping in (torch.zeros(3), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(6, dtype=torch.int64)[::2]):
+        with pytest.raises(RuntimeError, match="token_lora_mapping must be contiguous int32 or int64"):
+            segments_directly(mapping, chunk_size=16, capacity=3)
 
 
 def test_the_capacity_depends_only_on_the_number_of_tokens_so_that_a_graph_replays_for_any_mix():

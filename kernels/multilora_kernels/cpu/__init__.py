@@ -57,6 +57,14 @@ def apply_directly(
     return library is not None and library.lora_apply(x, y, tables, first_slice, slice_sizes, segments) is not None
 
 
+def segments_directly(
+    token_lora_mapping: torch.Tensor, chunk_size: int, capacity: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """The tensors of `lora_segments`, in their order; None where PyTorch is needed: see `apply_directly`."""
+    library = _library()
+    return None if library is None else library.lora_segments(token_lora_mapping, chunk_size, capacity)
+
+
 def linear_directly(
     x: torch.Tensor,
     panels: Panels,

@@ -19,6 +19,9 @@ struct Segments {
   Tensor permutation, chunk_start, chunk_length, chunk_lora_index;
 };
 
+// `lora_segments` of lora_segments.py, in at most `capacity` chunks, which all have a place.
+Segments lora_segments(const Tensor& token_lora_mapping, int64_t chunk_size, int64_t capacity);
+
 // `lora_shrink` of shrink.py and `lora_expand` of expand.py.
 Tensor lora_shrink(const Tensor& x, int64_t first_slice, int64_t num_slices, const Tables& tables, const Segments& segments);
 void lora_expand(const Tensor& v, const Tensor& y, int64_t first_slice, Integers slice_sizes, const Tables& tables,
