@@ -39,7 +39,7 @@ def lora_segments(token_lora_mapping: torch.Tensor, max_loras: int, chunk_size: 
             return LoRASegments(permutation, starts, lengths, indices, num_tokens, chunk_size)
     is_eager = not torch.compiler.is_dynamo_compiling()
     if token_lora_mapping.device.type == "cpu" and is_eager:
-        fields = segments_directly(token_lora_mapping.contiguous(), chunk_size, capacity)
+        fields = segments_directly(token_lora_mapping.contiguous(), max_loras, chunk_size, capacity)
         if fields is not None:
             return LoRASegments(*fields, num_tokens, chunk_size)
     return reference_segments(token_lora_mapping, max_loras, chunk_size, capacity)

@@ -73,7 +73,12 @@ def test_pytorch_gives_the_same_segments_where_nothing_is_compiled(monkeypatch):
 def test_mappings_of_another_kind_are_refused():
     for mapping in (torch.zeros(3), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(6, dtype=torch.int64)[::2]):
         with pytest.raises(RuntimeError, match="token_lora_mapping must be contiguous int32 or int64"):
-            segments_directly(mapping, chunk_size=16, capacity=3)
+            segments_directly(mapping, max_loras=1, chunk_size=16, capacity=3)
+
+
+def test_an_adapter_that_has_no_row_in_the_tables_is_refused():
+    with pytest.raises(IndexError, match="adapter 3 of token 1 is none of 3"):
+        lora_segments(torch.tensor([2, 3, -1]), max_loras=3)
 
 
 def test_the_capacity_depends_only_on_the_number_of_tokens_so_that_a_graph_replays_for_any_mix():

@@ -58,11 +58,11 @@ def apply_directly(
 
 
 def segments_directly(
-    token_lora_mapping: torch.Tensor, chunk_size: int, capacity: int
+    token_lora_mapping: torch.Tensor, max_loras: int, chunk_size: int, capacity: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """The tensors of `lora_segments`, in their order; None where PyTorch is needed: see `apply_directly`."""
     library = _library()
-    return None if library is None else library.lora_segments(token_lora_mapping, chunk_size, capacity)
+    return None if library is None else library.lora_segments(token_lora_mapping, max_loras, chunk_size, capacity)
 
 
 def linear_directly(

@@ -20,7 +20,7 @@ struct Segments {
 };
 
 // `lora_segments` of lora_segments.py, in at most `capacity` chunks, which all have a place.
-Segments lora_segments(const Tensor& token_lora_mapping, int64_t chunk_size, int64_t capacity);
+Segments lora_segments(const Tensor& token_lora_mapping, int64_t max_loras, int64_t chunk_size, int64_t capacity);
 
 // `lora_shrink` of shrink.py and `lora_expand` of expand.py.
 Tensor lora_shrink(const Tensor& x, int64_t first_slice, int64_t num_slices, const Tables& tables, const Segments& segments);

@@ -62,11 +62,12 @@ PyObject* pair_of(const std::tuple<Tensor, Tensor>& tensors) {
 
 Integers all_of(const ShortList<int64_t, 8>& list) { return {list.data(), list.size()}; }
 
-// token_lora_mapping, chunk_size, capacity
+// token_lora_mapping, max_loras, chunk_size, capacity
 PyObject* lora_segments(PyObject* const* arguments) {
   const Tensor mapping = tensor_of(arguments[0]);
-  const int64_t chunk_size = integer_of(arguments[1]), capacity = integer_of(arguments[2]);
-  const Segments segments = lora_segments(mapping, chunk_size, capacity);
+  const int64_t max_loras = integer_of(arguments[1]), chunk_size = integer_of(arguments[2]);
+  const int64_t capacity = integer_of(arguments[3]);
+  const Segments segments = lora_segments(mapping, max_loras, chunk_size, capacity);
   const Reference permutation(to_python(segments.permutation)), start(to_python(segments.chunk_start)),
       length(to_python(segments.chunk_length)), lora_index(to_python(segments.chunk_lora_index));
   return PyTuple_Pack(4, permutation.get(), start.get(), length.get(), lora_index.get());
@@ -373,7 +374,8 @@ PyMethodDef plain(const char* name, const char* help) {
 }
 
 PyMethodDef methods[] = {
-    direct<lora_segments, 3, 0, 0>("lora_segments", "(token_lora_mapping, chunk_size, capacity) -> four fields or None"),
+    direct<lora_segments, 4, 0, 0>("lora_segments",
+                                   "(token_lora_mapping, max_loras, chunk_size, capacity) -> four fields or None"),
     direct<lora_apply, 6, 0, 1>("lora_apply", "(x, y, tables, first_slice, slice_sizes, segments) -> True or None"),
     direct<lora_linear, 7, 0, 1>("lora_linear", "(x, panels, tables, first_slice, slice_sizes, segments, bias) -> y or None"),
     direct<packed_linear, 3, 0, 1>("packed_linear", "(x, panels, out_features) -> the product or None"),
