@@ -240,7 +240,11 @@ struct Run {
       if (pieces.has_prefill) {
         turns.take([&](int64_t turn) { one(num_pieces - 1 - turn, scratch); });
       } else {
-        ranges.take(share, [&](int64_t i) { one(i, scratch); });
+        ranges.take(share, [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i) {
+            one(i, scratch);
+          }
+        });
       }
     });
     join_partial();

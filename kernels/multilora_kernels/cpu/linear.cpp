@@ -153,7 +153,7 @@ void PackedLinear::split_rows(const PairUnit& unit) {
   task_.x_parts = split.parts;
   const int64_t units = (task_.rows + kMatrixRows - 1) / kMatrixRows * ((task_.in_features + kMatrixInputs - 1) / kMatrixInputs);
   const int64_t threads = std::clamp<int64_t>(x_.numel() * kSplitCost / kThreadCost, 1, Team::available());
-  in_ranges(threads, threads, [&](int64_t i) { unit.split(split, units * i / threads, units * (i + 1) / threads); });
+  in_ranges(threads, threads, [&](int64_t i, int64_t end) { unit.split(split, units * i / threads, units * end / threads); });
 }
 
 void PackedLinear::split_rows(const DigitUnit& unit) {
@@ -163,7 +163,9 @@ void PackedLinear::split_rows(const DigitUnit& unit) {
   const DigitTask split{task_.x, task_.x_stride, task_.rows, task_.in_features, task_.span, x_parts_.data()};
   task_.x_parts = split.parts;
   const int64_t threads = std::clamp<int64_t>(x_.numel() * kDigitsCost / kThreadCost, 1, Team::available());
-  in_ranges(threads, threads, [&](int64_t i) { unit.split(split, task_.rows * i / threads, task_.rows * (i + 1) / threads); });
+  in_ranges(threads, threads, [&](int64_t i, int64_t end) {
+    unit.split(split, task_.rows * i / threads, task_.rows * end / threads);
+  });
 }
 
 void PackedLinear::add_up_groups(const CodeUnits& units) {
@@ -172,7 +174,9 @@ void PackedLinear::add_up_groups(const CodeUnits& units) {
   const GroupSumTask sum{task_.x_parts, task_.in_features, group_size, x_sums_.data<float>()};
   task_.x_sums = sum.sums;
   const int64_t threads = std::clamp<int64_t>(x_.numel() * kSplitCost / kThreadCost, 1, Team::available());
-  in_ranges(threads, threads, [&](int64_t i) { units.add_up(sum, task_.rows * i / threads, task_.rows * (i + 1) / threads); });
+  in_ranges(threads, threads, [&](int64_t i, int64_t end) {
+    units.add_up(sum, task_.rows * i / threads, task_.rows * end / threads);
+  });
 }
 
 int64_t PackedLinear::rows_of_piece(int64_t most) const {
@@ -198,11 +202,18 @@ LinearTask PackedLinear::rows_from(int64_t first) const {
   return some;
 }
 
-void PackedLinear::run(int64_t piece, const Bias& bias) const {
-  const LinearTask task = rows_from(piece / panel_pieces_ * piece_rows_);
-  const int64_t i = piece % panel_pieces_, first = num_panels_ * i / panel_pieces_, end = num_panels_ * (i + 1) / panel_pieces_;
-  kernel_(task, first, end);
-  bias.add_to(task.y, task.y_stride, task.rows, first * panel_width_, std::min(end * panel_width_, task.out_features));
+void PackedLinear::run(int64_t begin, int64_t end, const Bias& bias) const {
+  while (begin < end) {
+    const int64_t row_piece = begin / panel_pieces_, before = row_piece * panel_pieces_;
+    const int64_t last = std::min(end, before + panel_pieces_);
+    const LinearTask task = rows_from(row_piece * piece_rows_);
+    const int64_t first_panel = num_panels_ * (begin - before) / panel_pieces_;
+    const int64_t end_panel = num_panels_ * (last - before) / panel_pieces_;
+    kernel_(task, first_panel, end_panel);
+    bias.add_to(task.y, task.y_stride, task.rows, first_panel * panel_width_,
+                std::min(end_panel * panel_width_, task.out_features));
+    begin = last;
+  }
 }
 
 Bias::Bias(const Tensor& bias, int64_t out_features) {
@@ -226,7 +237,7 @@ void Bias::add_to(const Tensor& y) const {
 Tensor packed_linear(const Tensor& x, const Panels& panels, int64_t out_features, const Tensor& bias) {
   const Bias to_add(bias, out_features);
   const PackedLinear linear(x, panels, out_features);
-  in_ranges(linear.num_pieces(), linear.num_threads(), [&](int64_t piece) { linear.run(piece, to_add); });
+  in_ranges(linear.num_pieces(), linear.num_threads(), [&](int64_t begin, int64_t end) { linear.run(begin, end, to_add); });
   return linear.y();
 }
 

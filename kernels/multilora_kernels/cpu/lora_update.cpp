@@ -111,17 +111,19 @@ class Update {
     Team::share_out(threads_, [&](int64_t thread) {
       ranks.run([&](int64_t& claimed) {
         Reading<ShrinkTask> reading(kernels_.shrink);
-        shrinks.take(thread, [&](int64_t i) {
-          ++claimed;
-          add(piece(i), reading);
+        shrinks.take(thread, [&](int64_t begin, int64_t end) {
+          claimed += end - begin;
+          for_each_piece(begin, end, [&](const Piece& p) { add(p, reading); });
         });
         reading.finish(nullptr);
       });
       ranks.wait();
-      outputs.take(thread, [&](int64_t i) {
-        const int64_t first = panels * i / panel_pieces, end = panels * (i + 1) / panel_pieces;
-        base_->run_panels(first, end);
-        expand(first * base_->panel_width(), end * base_->panel_width());
+      outputs.take(thread, [&](int64_t i, int64_t end) {
+        for (; i < end; ++i) {
+          const int64_t first = panels * i / panel_pieces, last = panels * (i + 1) / panel_pieces;
+          base_->run_panels(first, last);
+          expand(first * base_->panel_width(), last * base_->panel_width());
+        }
       });
     });
   }
@@ -146,23 +148,24 @@ class Update {
       const int64_t first = pieces * thread / threads_;
       fetch_tables(first, pieces * (thread + 1) / threads_);
       before.run([&](int64_t& claimed) {
-        linear.take(thread, [&](int64_t piece) {
-          ++claimed;
-          base_->run(piece, Bias());
+        linear.take(thread, [&](int64_t begin, int64_t end) {
+          claimed += end - begin;
+          base_->run(begin, end, Bias());
         });
         Reading<ShrinkTask> reading(kernels_.shrink);
-        shrinks.take(thread, [&](int64_t i) {
-          ++claimed;
-          add(piece(i), reading);
+        shrinks.take(thread, [&](int64_t begin, int64_t end) {
+          claimed += end - begin;
+          for_each_piece(begin, end, [&](const Piece& p) { add(p, reading); });
         });
         reading.finish(first < pieces ? b_of(first) : nullptr);
       });
       before.wait();
       Reading<ExpandTask> reading(kernels_.expand);
-      expands.take(thread, [&](int64_t i) {
-        const Piece p = piece(i);
-        const int64_t size = slice_sizes_[p.slice];
-        add(p, p.begin(size, kOutputUnit), p.end(size, kOutputUnit), reading);
+      expands.take(thread, [&](int64_t begin, int64_t end) {
+        for_each_piece(begin, end, [&](const Piece& p) {
+          const int64_t size = slice_sizes_[p.slice];
+          add(p, p.begin(size, kOutputUnit), p.end(size, kOutputUnit), reading);
+        });
       });
       reading.finish(first < pieces ? a_behind(first) : nullptr);
     });
@@ -179,7 +182,7 @@ class Update {
 
    private:
     int64_t bound(int64_t size, int64_t unit, int64_t i) const {
-      return std::min((size + unit - 1) / unit * i / parts * unit, size);
+      return i == parts ? size : i == 0 ? 0 : (size + unit - 1) / unit * i / parts * unit;
     }
   };
 
@@ -188,6 +191,23 @@ class Update {
     const int64_t slices = slice_sizes_.size(), slice = i / parts_ % slices;
     const Block& block = blocks_[i / parts_ / slices];
     return {block, slice, shrink_.rank.at(block.lora_index, slice), i % parts_, parts_};
+  }
+
+  // Calls body(piece) for the pieces begin .. end - 1: there are so many small ones that divisions would take as long as they.
+  template <class Body>
+  void for_each_piece(int64_t begin, int64_t end, const Body& body) const {
+    const int64_t slices = slice_sizes_.size();
+    int64_t part = begin % parts_, slice = begin / parts_ % slices, block = begin / parts_ / slices;
+    for (int64_t i = begin; i < end; ++i) {
+      body(Piece{blocks_[block], slice, shrink_.rank.at(blocks_[block].lora_index, slice), part, parts_});
+      if (++part == parts_) {
+        part = 0;
+        if (++slice == slices) {
+          slice = 0;
+          ++block;
+        }
+      }
+    }
   }
 
   int64_t threads_for(int64_t max_rank) const {

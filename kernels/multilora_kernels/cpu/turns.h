@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <vector>
@@ -35,25 +36,30 @@ class Turns {
 // The numbers 0 .. count - 1, each given once: to every thread a range of them, in their order, as long as it has any, and then
 // the last ones of others. So a thread reads memory from one end to the other, and no thread waits for a slow one. If there are
 // fewer threads than expected, they do all pieces.
+//
+// A thread takes half of the rest of its range at a time: to take is an atomic operation, which waits until the results of the
+// pieces before are on their way out of the core.
 class Ranges {
  public:
-  Ranges(int64_t count, int64_t threads) : ranges_(threads) {
+  Ranges(const Ranges&) = delete;
+  Ranges(int64_t count, int64_t threads)
+      : many_(threads > kFew ? threads : 0), ranges_(threads > kFew ? many_.data() : few_.data()), threads_(threads) {
     for (int64_t t = 0; t < threads; ++t) {
       ranges_[t].bounds.store(packed(count * t / threads, count * (t + 1) / threads), std::memory_order_relaxed);
     }
   }
 
-  // Calls piece(number) until there are no more; every thread does so. thread: 0 .. threads - 1.
-  template <class Piece>
-  void take(int64_t thread, const Piece& piece) {
-    const int64_t threads = ranges_.size();
-    int64_t i;
-    while ((i = ranges_[thread].take<true>()) >= 0) {
-      piece(i);
+  // Calls body(begin, end) for the numbers begin .. end - 1 until there are no more; every thread does so. thread:
+  // 0 .. threads - 1.
+  template <class Body>
+  void take(int64_t thread, const Body& body) {
+    int64_t begin, end;
+    while (ranges_[thread].take_first(begin, end)) {
+      body(begin, end);
     }
-    for (int64_t other = 1; other < threads; ++other) {
-      while ((i = ranges_[(thread + other) % threads].template take<false>()) >= 0) {
-        piece(i);
+    for (int64_t other = 1; other < threads_; ++other) {
+      while (ranges_[(thread + other) % threads_].take_last(begin, end)) {
+        body(begin, end);
       }
     }
   }
@@ -64,31 +70,49 @@ class Ranges {
   struct alignas(64) Range {
     std::atomic<uint64_t> bounds;
 
-    // Its first or its last number, or -1.
-    template <bool IsFirst>
-    int64_t take() {
-      uint64_t now = bounds.load(std::memory_order_relaxed);
-      for (;;) {
-        const uint64_t begin = now >> 32, end = now & 0xffffffff;
-        if (begin == end) {
-          return -1;
+    // The first half of its numbers, at least one. Returns whether there are any.
+    bool take_first(int64_t& begin, int64_t& end) {
+      for (uint64_t now = bounds.load(std::memory_order_relaxed);;) {
+        const uint64_t first = now >> 32, last = now & 0xffffffff, middle = (first + last + 1) / 2;
+        if (first == last) {
+          return false;
         }
-        const uint64_t rest = IsFirst ? packed(begin + 1, end) : packed(begin, end - 1);
-        if (bounds.compare_exchange_weak(now, rest, std::memory_order_relaxed)) {
-          return IsFirst ? begin : end - 1;
+        if (bounds.compare_exchange_weak(now, packed(middle, last), std::memory_order_relaxed)) {
+          begin = first;
+          end = middle;
+          return true;
+        }
+      }
+    }
+    // Its last number.
+    bool take_last(int64_t& begin, int64_t& end) {
+      for (uint64_t now = bounds.load(std::memory_order_relaxed);;) {
+        const uint64_t first = now >> 32, last = now & 0xffffffff;
+        if (first == last) {
+          return false;
+        }
+        if (bounds.compare_exchange_weak(now, packed(first, last - 1), std::memory_order_relaxed)) {
+          begin = last - 1;
+          end = last;
+          return true;
         }
       }
     }
   };
 
-  std::vector<Range> ranges_;
+  static constexpr int64_t kFew = 4;  // threads: allocating memory would take as long as the work
+
+  std::array<Range, kFew> few_;
+  std::vector<Range> many_;
+  Range* const ranges_;
+  const int64_t threads_;
 };
 
-// Calls piece(0) .. piece(count - 1) in `Ranges`, by at most so many threads.
-template <class Piece>
-void in_ranges(int64_t count, int64_t threads, const Piece& piece) {
+// Calls body(begin, end) for all of the numbers 0 .. count - 1 in `Ranges`, by at most so many threads.
+template <class Body>
+void in_ranges(int64_t count, int64_t threads, const Body& body) {
   Ranges ranges(count, threads);
-  Team::share_out(threads, [&](int64_t thread) { ranges.take(thread, piece); });
+  Team::share_out(threads, [&](int64_t thread) { ranges.take(thread, body); });
 }
 
 // Calls body(begin, end) for all pieces of at most `size` of the rows 0 .. rows - 1. A thread has neighbouring rows, most of
@@ -96,7 +120,7 @@ void in_ranges(int64_t count, int64_t threads, const Piece& piece) {
 template <class Body>
 void rows_in_ranges(int64_t rows, int64_t size, const Body& body) {
   const int64_t count = (rows + size - 1) / size, threads = std::clamp<int64_t>(count, 1, Team::available());
-  in_ranges(count, threads, [&](int64_t piece) { body(piece * size, std::min(rows, (piece + 1) * size)); });
+  in_ranges(count, threads, [&](int64_t begin, int64_t end) { body(begin * size, std::min(rows, end * size)); });
 }
 
 }  // namespace multilora
