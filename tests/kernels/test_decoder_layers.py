@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -264,11 +265,14 @@ def test_layers_that_threads_compute_together_have_the_same_bits(sequences, has_
     assert_same_bits(Layer("default model", sequences, has_adapters=has_adapters), num_layers=9)
 
 
-def test_who_watches_hears_of_each_layer_and_may_stop_them():
+def test_on_layer_is_called_before_layers_a_millisecond_apart_and_may_stop_them():
     layer, heard = Layer("odd head_dim", "decode"), []
 
     def hear() -> None:
         heard.append(len(heard))
+        begin = time.perf_counter()
+        while time.perf_counter() < begin + 0.002:
+            pass
         if len(heard) == 3:
             raise KeyError("heard enough")
 

@@ -76,7 +76,7 @@ class Model(Protocol):
     ) -> torch.Tensor:
         """Logits of the wanted rows, [num_logits, vocab_size] float32. Writes the batch's keys and values.
 
-        on_layer: called before each layer.
+        on_layer: called before the first layer, and on its way through the others: see `decoder_layers`.
         """
         ...
 
