@@ -12,7 +12,7 @@ namespace {
 Tensor multiply(const Tensor& x, const LayerLinear& linear, const std::optional<Adapters>& adapters) {
   if (adapters) {
     return lora_linear(x, linear.panels, linear.first_slice, {linear.slice_sizes.data(), linear.slice_sizes.size()},
-                       adapters->tables, adapters->segments, linear.bias);
+                       adapters->tables, adapters->blocks, linear.bias);
   }
   int64_t out_features = 0;
   for (const int64_t size : linear.slice_sizes) {

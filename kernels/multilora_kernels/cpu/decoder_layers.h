@@ -6,8 +6,8 @@
 #include <tuple>
 #include <vector>
 
-#include "apply.h"
 #include "function_ref.h"
+#include "lora_tasks.h"
 #include "paged.h"
 #include "panels.h"
 #include "short_list.h"
@@ -30,10 +30,10 @@ struct LayerWeights {
   double eps;
 };
 
-// The adapters of a step.
+// The adapters of a step. Tensors of its segments have the blocks' tokens.
 struct Adapters {
   Tables tables;
-  Segments segments;
+  Blocks blocks;
 };
 
 // LayerStep of decoder_layers.py.

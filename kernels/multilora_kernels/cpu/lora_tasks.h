@@ -31,6 +31,10 @@ using Blocks = ShortList<Block, 8>;
 // Neighbouring chunks of one adapter, joined up to kMaxRows tokens.
 Blocks blocks_of(const Segments& segments);
 
+// lora_linear of apply.h for the blocks of its segments, which are the same for all linears of a step.
+Tensor lora_linear(const Tensor& x, const Panels& panels, int64_t first_slice, Integers slice_sizes, const Tables& tables,
+                   const Blocks& blocks, const Tensor& bias);
+
 // float32 and contiguous along a row; x itself if it is.
 Tensor as_float32_rows(const Tensor& x);
 

@@ -300,13 +300,18 @@ void apply(const Tensor& x, const Tensor& y, int64_t first_slice, Integers slice
 
 Tensor lora_linear(const Tensor& x, const Panels& panels, int64_t first_slice, Integers slice_sizes, const Tables& tables,
                    const Segments& segments, const Tensor& bias) {
+  return lora_linear(x, panels, first_slice, slice_sizes, tables, blocks_of(segments), bias);
+}
+
+Tensor lora_linear(const Tensor& x, const Panels& panels, int64_t first_slice, Integers slice_sizes, const Tables& tables,
+                   const Blocks& blocks, const Tensor& bias) {
   int64_t out_features = 0;
   for (const int64_t size : slice_sizes) {
     out_features += size;
   }
   const Bias to_add(bias, out_features);
   const PackedLinear base(x, panels, out_features);
-  Update(base.x(), base.y(), first_slice, slice_sizes, tables, blocks_of(segments), &base).run();
+  Update(base.x(), base.y(), first_slice, slice_sizes, tables, blocks, &base).run();
   to_add.add_to(base.y());
   return base.y();
 }

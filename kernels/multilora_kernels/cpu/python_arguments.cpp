@@ -79,7 +79,7 @@ LayerStep layer_step_of(PyObject* object) {
   const AttentionOptions attention{number_of(fields[4]), 0, {}, fields[5] == Py_True};
   LayerStep step{tensor_of(fields[0]), tensor_of(fields[1]), tensor_of(fields[2]), sequences_of(fields[3]), attention, {}};
   if (fields[6] != Py_None) {
-    step.adapters.emplace(Adapters{tables_of(fields[6]), segments_of(fields[7])});
+    step.adapters.emplace(Adapters{tables_of(fields[6]), blocks_of(segments_of(fields[7]))});
   }
   return step;
 }
