@@ -143,6 +143,7 @@ struct Avx2 : X86Vectors<Avx2, 32> {
 // which are added to sums of 32 bits.
 struct Avx2Digits : Avx2 {
   typedef __m256i I;
+  typedef SplitBySteps Split;
   static constexpr int kDigitSums = 4;  // of each column: the digits of some rows
   static constexpr int64_t kMostSpan = kLeastSpan;
 

@@ -215,12 +215,87 @@ struct AmxPairs : Avx512Pairs {
   static constexpr bool kMultipliesTiles = true;
 };
 
+// As SplitBySteps, two steps at a time.
+struct SplitByPairsOfSteps {
+  static inline uint32_t largest_magnitude(const float* x, int64_t steps) {
+    __m512i largest = _mm512_setzero_si512();
+    for (int64_t i = 0; i < steps * kCodeStep; i += kPair) {
+      const __mmask16 mask = Avx512::first(static_cast<int>(std::min(kPair, steps * kCodeStep - i)));
+      const __m512i bits = _mm512_castps_si512(_mm512_maskz_loadu_ps(mask, x + i));
+      largest = _mm512_max_epu32(largest, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
+    }
+    return _mm512_reduce_max_epu32(largest);
+  }
+
+  // first_step: even, so that both steps of a pair lie in one tile.
+  template <int kDigits, DigitOrder kOrder>
+  static inline DigitSums store(const float* x, int64_t steps, float factor, char* digits, int64_t first_step,
+                                int64_t tile_stride) {
+    // Half of each digit's range, so that bits of digits carry nothing; the highest bits of bytes.
+    const __m512i half = _mm512_set1_epi32(kDigits == 3 ? 0x808080 : 0x8080);
+    __m512i sums = _mm512_setzero_si512(), high_sums = sums;
+    const int64_t pairs = steps / 2;
+    for (int64_t pair = 0; pair < pairs; ++pair) {
+      const __m512i integers = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + pair * kPair), _mm512_set1_ps(factor)));
+      const __m512i raised = _mm512_add_epi32(integers, half);
+      sums = _mm512_add_epi32(sums, integers);
+      if constexpr (kDigits == 3) {
+        high_sums = _mm512_add_epi32(high_sums, _mm512_srli_epi32(raised, 16));
+      }
+      const __m512i by_digit = in_order<kOrder>(_mm512_xor_si512(raised, half));
+      char* to = digits_of_step<kDigits>(digits, first_step + 2 * pair, tile_stride);
+      store_digit<0>(to, by_digit);
+      store_digit<1>(to, by_digit);
+      if constexpr (kDigits == 3) {
+        store_digit<2>(to, by_digit);
+      }
+    }
+    DigitSums all{static_cast<uint32_t>(_mm512_reduce_add_epi32(sums)), static_cast<uint32_t>(_mm512_reduce_add_epi32(high_sums))};
+    if constexpr (kDigits == 3) {
+      all.high -= static_cast<uint32_t>(pairs * kPair * 0x80);
+    }
+    if (steps % 2 != 0) {
+      const int64_t last = steps - 1;
+      const auto of_last =
+          SplitBySteps::store<kDigits, kOrder>(x + last * kCodeStep, 1, factor, digits, first_step + last, tile_stride);
+      all.all += of_last.all;
+      all.high += of_last.high;
+    }
+    return all;
+  }
+
+ private:
+  static constexpr int64_t kPair = 2 * kCodeStep;
+
+  template <int kDigit>
+  static inline void store_digit(char* to, __m512i by_digit) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + kDigit * kTileInputs), _mm512_extracti32x4_epi32(by_digit, kDigit));
+  }
+  // Byte j of sixteen integers as the j-th sixteen bytes.
+  template <DigitOrder kOrder>
+  static inline __m512i in_order(__m512i integers) {
+    if constexpr (kOrder == DigitOrder::by_input) {
+      const __m128i of_four = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+      const __m512i by_digit = _mm512_shuffle_epi8(integers, _mm512_broadcast_i32x4(of_four));
+      return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), by_digit);
+    } else {
+      // Pairs of even inputs, then of odd ones: words, of which those of a step's two quarters go in turn.
+      const __m128i of_four = _mm_setr_epi8(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15);
+      const __m512i by_digit = _mm512_shuffle_epi8(integers, _mm512_broadcast_i32x4(of_four));
+      const __m512i words = _mm512_set_epi16(31, 23, 30, 22, 15, 7, 14, 6, 29, 21, 28, 20, 13, 5, 12, 4, 27, 19, 26, 18, 11, 3, 10,
+                                             2, 25, 17, 24, 16, 9, 1, 8, 0);
+      return _mm512_permutexvar_epi16(words, by_digit);
+    }
+  }
+};
+
 // With products of bytes, of AVX512_VNNI, in assembly for the same reason: four neighbouring bytes are multiplied and added to a
 // sum of 32 bits.
 //
 // Source of the instructions: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, VPDPBUSD, VPERMB.
 struct Avx512Digits : Avx512 {
   typedef __m512i I;
+  typedef SplitByPairsOfSteps Split;
   static constexpr int kDigitSums = 6;  // of each column: the digits of some rows
   static constexpr int64_t kMostSpan = multilora::kMostSpan;
 

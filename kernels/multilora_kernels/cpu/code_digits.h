@@ -343,7 +343,8 @@ template <class Vec, class Kind>
 constexpr DigitUnit digit_unit(LinearKernel linear = digit_linear<Vec, Kind>) {
   constexpr int kDigits = Kind::kDigits;
   static_assert(kBlockSteps<Vec, Kind> * kCodeStep % Vec::kMostSpan == 0);
-  return {kDigits, Kind::kItemInputs, Vec::kMostSpan, digit_row_bytes<kDigits>, split_into_digits<kDigits, Kind::kOrder>, linear};
+  constexpr DigitKernel split = split_into_digits<typename Vec::Split, kDigits, Kind::kOrder>;
+  return {kDigits, Kind::kItemInputs, Vec::kMostSpan, digit_row_bytes<kDigits>, split, linear};
 }
 
 }  // namespace
