@@ -30,7 +30,7 @@ constexpr int64_t kGrainCost = 1 << 9;
 // a head are zero.
 constexpr float kSmallestScaled = 0x1p-100f;
 // Elements of queries, keys and values that are worth a thread of their own.
-constexpr int64_t kGrainElements = 1 << 15;
+constexpr int64_t kGrainElements = 1 << 12;
 
 // The sequence, the heads, the tokens of the batch and the keys of one task.
 struct Piece {

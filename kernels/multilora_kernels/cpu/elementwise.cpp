@@ -11,8 +11,8 @@
 namespace multilora {
 namespace {
 
-// Elements that are worth a thread of its own: some microseconds.
-constexpr int64_t kGrainElements = 1 << 14;
+// Elements that are worth a thread of its own: a microsecond.
+constexpr int64_t kGrainElements = 1 << 11;
 // The same for angles, each of which takes longer.
 constexpr int64_t kGrainAngles = 1 << 9;
 
