@@ -119,7 +119,7 @@ def decoder_layers(
 
     cache: keys and values, [num_layers, ...], as `rotary_attention` takes them for a layer, written in place.
     x, update: [num_tokens, hidden_size] float32. on_layer: called before the first layer, and before those that begin
-    a millisecond or more after its last call began.
+    ten milliseconds or more after its last call began.
     Raises the errors of on_layer, and RuntimeError as its operators do, for shapes that do not fit and slots that are
     none. None, with nothing done, where those are needed: on anything but compiled kernels and plain CPU tensors.
     """

@@ -3,7 +3,7 @@
 A counter in memory that both processes map, and no clock. The supervisor looks at it a few times per timeout and counts
 the looks: jumps of the clock mean nothing, and neither does a pause of both processes (a frozen container, a suspended
 machine), which costs one look. An engine that loads has not begun to count, so a load may take as long as it takes; one
-that computes counts every layer, so a step may too.
+that computes counts between layers, so a step may too.
 """
 
 from __future__ import annotations

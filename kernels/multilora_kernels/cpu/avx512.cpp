@@ -231,7 +231,8 @@ struct SplitByPairsOfSteps {
   template <int kDigits, DigitOrder kOrder>
   static inline DigitSums store(const float* x, int64_t steps, float factor, char* digits, int64_t first_step,
                                 int64_t tile_stride) {
-    // Half of each digit's range, so that bits of digits carry nothing; the highest bits of bytes.
+    // Half of the range of each digit, which is its highest bit: an integer that is raised by it has bytes that are its digits,
+    // raised as well.
     const __m512i half = _mm512_set1_epi32(kDigits == 3 ? 0x808080 : 0x8080);
     __m512i sums = _mm512_setzero_si512(), high_sums = sums;
     const int64_t pairs = steps / 2;

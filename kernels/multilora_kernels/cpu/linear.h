@@ -41,7 +41,8 @@ class PackedLinear {
   const Tensor& y() const { return y_; }  // new, and filled only when the pieces run
   int64_t num_threads() const { return threads_; }  // the number that the product is worth
   int64_t num_pieces() const { return row_pieces_ * panel_pieces_; }
-  void run(int64_t begin, int64_t end, const Bias& bias) const;  // pieces
+  // The pieces begin .. end - 1.
+  void run(int64_t begin, int64_t end, const Bias& bias) const;
   int64_t num_panels() const { return num_panels_; }
   int64_t panel_width() const { return panel_width_; }
   // Computes some panels for all rows.

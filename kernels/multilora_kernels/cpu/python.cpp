@@ -208,7 +208,7 @@ const Decoder& decoder_in(PyObject* capsule) {
 }
 
 // How long after a call of on_layer layers begin without another: a call takes 5 us of a small model's layer of 100.
-constexpr std::chrono::milliseconds kCallInterval{1};
+constexpr std::chrono::milliseconds kCallInterval{10};
 
 // Calls run(step) without Python's lock, for a step of these arguments: steps, keys, values, on_layer.
 template <class Run>
