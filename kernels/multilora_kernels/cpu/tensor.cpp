@@ -158,7 +158,7 @@ class UsedMemory {
       return kept->places[--kept->count];
     }
     void* place = nullptr;
-    if (posix_memalign(&place, kCacheLine, kept ? std::bit_ceil(bytes) : bytes) != 0) {
+    if (posix_memalign(&place, kCacheLine, bytes > kMostBytes ? bytes : std::bit_ceil(bytes)) != 0) {
       throw std::bad_alloc();
     }
     return place;
@@ -175,23 +175,23 @@ class UsedMemory {
 
  private:
   static constexpr int kPlaces = 8;  // of a size
-  static constexpr int kMostBits = 18;  // of the largest size, a quarter of a megabyte
+  // Of the largest size. What a step with larger tensors does takes far longer than malloc.
+  static constexpr size_t kMostBytes = 1 << 18;
 
   struct Places {
     std::array<void*, kPlaces> places;
     int count = 0;
   };
 
-  // Null for memory that is not kept: what a step of so many tokens does takes far longer than malloc.
+  // Null for memory that is not kept. Sizes are powers of two.
   static Places* kept_for(size_t bytes) {
-    const int bits = std::bit_width(bytes - 1);
-    return bits > kMostBits || is_over_ ? nullptr : &of_thread_.of_sizes_[bits];
+    return bytes > kMostBytes || is_over_ ? nullptr : &of_thread_.of_sizes_[std::bit_width(bytes - 1)];
   }
 
   static thread_local UsedMemory of_thread_;
   static inline thread_local bool is_over_ = false;  // of a thread that ends, whose last tensors may go later
 
-  std::array<Places, kMostBits + 1> of_sizes_;
+  std::array<Places, std::bit_width(kMostBytes)> of_sizes_;
 };
 
 thread_local UsedMemory UsedMemory::of_thread_;
