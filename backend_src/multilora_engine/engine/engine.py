@@ -207,7 +207,7 @@ class Engine:
     def step(self, on_progress: Callable[[], None] = lambda: None) -> list[TokenOutput]:
         """Schedule a step, launch it, read the tokens of the one before or of this one, and extend the answers by them.
 
-        Returns the outputs of the requests that have any. on_progress: called for each layer, and for each request
+        Returns the outputs of the requests that have any. on_progress: called between layers, and for each request
         whose tokens take long between two steps, so that a watcher can tell a long step from one that hangs.
 
         A step that runs out of memory fails its requests only. Any other exception is our bug or a broken device; it is

@@ -640,12 +640,19 @@ def test_a_failing_copy_to_the_device_fails_the_requests_that_waited_for_it_and_
     assert [after[r.request_id].token_ids for r in requests] == [expected[r.request_id].token_ids for r in requests]
 
 
-def test_a_step_shows_progress_at_every_layer(engine: Engine) -> None:
+def test_a_step_shows_progress_at_every_layer_that_begins_late(engine: Engine) -> None:
     num_layers, progress = engine.info.adapter_layout.sites.num_layers, []
+
+    def show() -> None:
+        progress.append(None)
+        begin = time.perf_counter()
+        while time.perf_counter() < begin + 0.011:
+            pass
+
     engine.add_request(request("r", [1, 2, 3], max_tokens=2))
-    engine.step(lambda: progress.append(None))
+    engine.step(show)
     assert len(progress) == num_layers
-    engine.step(lambda: progress.append(None))
+    engine.step(show)
     assert len(progress) == 2 * num_layers
     assert_idle(engine)
 
