@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from multilora_client.errors import Unavailable
 from multilora_client.generation import Alternative, Chunk, Generation, PromptTokens
 from multilora_client.messages import Response
 
@@ -26,16 +27,27 @@ class ChunkReader:
     def __init__(self, request_id: str, num_sequences: int) -> None:
         self._request_id = request_id
         self._num_open = num_sequences
+        self._has_ended = False
 
     def read(self, response: Response) -> Chunk:
         answer = _alternatives(response)[0]
         self._num_open -= answer.finish_reason is not None
+        self._has_ended = response.is_final or self._num_open == 0
         return Chunk(
             **_answer_fields(response, answer),
             request_id=self._request_id,
-            is_final=response.is_final or self._num_open == 0,
+            is_final=self._has_ended,
             sequence_index=response.first("sequence_index") or 0,
         )
+
+    def check_ended(self) -> None:
+        """Raises Unavailable if the stream has ended before its answers.
+
+        Triton's HTTP front (24.10) hands responses to its threads through sockets, and does not look whether a socket
+        took one: when some 280 wait for a thread, it drops the last ones of a stream, and says nothing.
+        """
+        if not self._has_ended:
+            raise Unavailable("the stream ended before its final response", request_id=self._request_id)
 
 
 def _alternatives(response: Response) -> list[Alternative]:

@@ -101,6 +101,10 @@ class Call:
         self._settle(response)
         return self._chunks.read(response)
 
+    def check_ended(self) -> None:
+        """Raises Unavailable if a stream has ended before its answers."""
+        self._chunks.check_ended()
+
     def _settle(self, response: Response) -> None:
         """Check that the adapter which answered is the one that was asked for, and remember that the server has it."""
         answered_by = response.first("lora_task_id_out")

@@ -117,8 +117,7 @@ class Client:
             None for the base model.
         Raises AdapterNotFound, AdapterConflict, CacheFull, InvalidRequest and the rest of errors.py.
         """
-        call = self._calls.generate(prompt, adapter, streaming=False, **options)
-        return self._infer(call)
+        return self._infer(self._calls.generate(prompt, adapter, streaming=False, **options))
 
     def stream(
         self, prompt: str | None = None, *, adapter: Adapter | int | None = None, **options: Unpack[GenerateOptions]
@@ -233,6 +232,7 @@ class Client:
         with closing(self._transport.stream(call.request)) as responses:
             for response in responses:
                 yield call.chunk(response)
+        call.check_ended()
 
 
 class AsyncClient:
@@ -265,8 +265,7 @@ class AsyncClient:
         self, prompt: str | None = None, *, adapter: Adapter | int | None = None, **options: Unpack[GenerateOptions]
     ) -> Generation:
         """Generate a whole answer; see Client.generate."""
-        call = self._calls.generate(prompt, adapter, streaming=False, **options)
-        return await self._infer(call)
+        return await self._infer(self._calls.generate(prompt, adapter, streaming=False, **options))
 
     async def stream(
         self, prompt: str | None = None, *, adapter: Adapter | int | None = None, **options: Unpack[GenerateOptions]
@@ -373,6 +372,7 @@ class AsyncClient:
         async with aclosing(self._transport.stream(call.request)) as responses:
             async for response in responses:
                 yield call.chunk(response)
+        call.check_ended()
 
 
 def _make_transport(url: str, tls: Tls | None) -> Transport:

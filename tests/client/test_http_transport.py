@@ -52,6 +52,9 @@ def infer_answer(text: str) -> httpx2.Response:
     return httpx2.Response(200, headers={"Inference-Header-Content-Length": str(len(encoded))}, content=encoded + data)
 
 
+END = {"text_output": "", "finish_reason": "stop"}
+
+
 def event_stream(*events: dict[str, Any]) -> httpx2.Response:
     return httpx2.Response(200, text="".join(f"data: {json.dumps(event)}\n\n" for event in events))
 
@@ -118,12 +121,26 @@ def test_events_become_chunks(ask: Any) -> None:
 
 
 @streaming
+@pytest.mark.parametrize("events", [[], [{"text_output": "Ah"}], [{"text_output": "Ah", "finish_reason": ""}]])
+def test_a_stream_that_ends_before_its_answer_is_no_answer(ask: Any, events: list[dict[str, str]]) -> None:
+    with pytest.raises(Unavailable, match="ended before its final response"):
+        ask(lambda _: event_stream(*events))
+
+
+@streaming
+def test_a_stream_of_two_answers_has_ended_with_both(ask: Any) -> None:
+    assert [chunk.is_final for chunk in ask(lambda _: event_stream(END, END), num_return_sequences=2)] == [False, True]
+    with pytest.raises(Unavailable, match="ended before its final response"):
+        ask(lambda _: event_stream(END), num_return_sequences=2)
+
+
+@streaming
 def test_a_stream_is_asked_for_in_plain_json(ask: Any) -> None:
     requests: list[httpx2.Request] = []
 
     def answer(request: httpx2.Request) -> httpx2.Response:
         requests.append(request)
-        return event_stream()
+        return event_stream(END)
 
     ask(
         answer,
@@ -147,7 +164,7 @@ def test_a_stream_is_asked_for_in_plain_json(ask: Any) -> None:
 @streaming
 def test_biases_are_plain_json_too(ask: Any) -> None:
     requests: list[httpx2.Request] = []
-    ask(lambda request: requests.append(request) or event_stream(), logit_bias={5: 1.5, 6: -0.5})
+    ask(lambda request: requests.append(request) or event_stream(END), logit_bias={5: 1.5, 6: -0.5})
     body = json.loads(requests[0].content)
     assert (body["embedding_bias_ids"], body["embedding_bias_weights"]) == ([5, 6], [1.5, -0.5])
 
@@ -158,7 +175,7 @@ def test_weights_go_ahead_of_a_stream_in_a_request_of_their_own(ask: Any, small_
 
     def answer(request: httpx2.Request) -> httpx2.Response:
         requests.append(request)
-        return infer_answer("") if request.url.path.endswith("/infer") else event_stream({"text_output": "Ahoy"})
+        return infer_answer("") if request.url.path.endswith("/infer") else event_stream(END)
 
     ask(answer, adapter=Adapter(7, small_tensors))
 
