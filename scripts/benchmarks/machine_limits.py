@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.lora_workloads import Step
-from benchmarks.plain_loops import DOT_ROUNDS, PlainLoops
+from benchmarks.plain_loops import DOT_ROUNDS, PAUSES, PlainLoops
 from multilora_kernels import HugePages
 
 
@@ -153,7 +153,9 @@ class Yardsticks:
         self._add("multiply", lambda: multiply(matrix, matrix), self._flops, 2.0 * n**3, products)
         if device == "cpu":
             loops = PlainLoops()
-            self._add("load", lambda: loops.load(source), self._bytes, source.nbytes, copies)
+            for pause in PAUSES:
+                load = functools.partial(loops.load, source, pause)
+                self._add(f"load, pauses of {pause}", load, self._bytes, source.nbytes, copies)
             if operations := loops.operations(dtype) * torch.get_num_threads() * DOT_ROUNDS:
                 self._add("dot", lambda: loops.multiply(dtype, DOT_ROUNDS), self._flops, operations, copies)
 

@@ -24,6 +24,9 @@ DOT_ROUNDS = 5_000_000
 
 _SOURCE = REPOSITORY / "scripts" / "benchmarks" / "plain_loops.cpp"
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC", "-std=c++17")
+PAUSES = (0, 2, 4)
+"""Multiplications between two lines that a core loads: the number that is quickest depends on the processor."""
+
 _FACTOR = 0.5
 """Accumulators stay near 2: numbers too small for a float32 would be slower."""
 
@@ -45,12 +48,18 @@ class PlainLoops:
         loop = getattr(self._library, f"multiply_{_NAMES[dtype]}")
         return _on_all_cores(lambda _: loop(ctypes.c_int64(rounds), ctypes.c_float(_FACTOR)))
 
-    def load(self, values: torch.Tensor) -> float:
-        """The sum of float32 `values`, of which each core reads its part, a multiple of 128 numbers."""
+    def load(self, values: torch.Tensor, pause: int = 0) -> float:
+        """The sum of float32 `values`, of which each core reads its part, a multiple of 128 numbers.
+
+        pause: between two lines of memory, one of PAUSES.
+        """
         parts = values.chunk(torch.get_num_threads())
 
         def load_part(i: int) -> float:
-            return float(self._library.load(ctypes.c_void_p(parts[i].data_ptr()), ctypes.c_int64(len(parts[i]))))
+            place, count = ctypes.c_void_p(parts[i].data_ptr()), ctypes.c_int64(len(parts[i]))
+            if pause == 0:
+                return float(self._library.load(place, count))
+            return float(self._library.load_slowly(place, count, ctypes.c_int64(pause)))
 
         return sum(_on_all_cores(load_part))
 
@@ -81,5 +90,5 @@ def _compiled() -> ctypes.CDLL:
     for name in _NAMES.values():
         getattr(loops, f"operations_{name}").restype = ctypes.c_int64
         getattr(loops, f"multiply_{name}").restype = ctypes.c_double
-    loops.load.restype = ctypes.c_double
+    loops.load.restype = loops.load_slowly.restype = ctypes.c_double
     return loops

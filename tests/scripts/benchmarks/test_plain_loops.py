@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.machine_limits import Yardsticks
-from benchmarks.plain_loops import PlainLoops
+from benchmarks.plain_loops import PAUSES, PlainLoops
 
 _FLAGS = {
     torch.float32: ("avx2", "avx512f"),
@@ -35,13 +35,14 @@ def test_every_round_adds_to_every_accumulator(dtype: torch.dtype, per_operation
         assert few > rounds * operations * per_operation  # accumulator i starts at i
 
 
-def test_all_values_are_loaded_whatever_the_number_of_threads() -> None:
+@pytest.mark.parametrize("pause", PAUSES)
+def test_all_values_are_loaded_whatever_the_number_of_threads(pause: int) -> None:
     values = torch.arange(1 << 12, dtype=torch.float32)
     before = torch.get_num_threads()
     try:
         for num_threads in (1, 2):
             torch.set_num_threads(num_threads)
-            assert PlainLoops().load(values) == float(values.sum(dtype=torch.float64))
+            assert PlainLoops().load(values, pause) == float(values.sum(dtype=torch.float64))
     finally:
         torch.set_num_threads(before)
 
@@ -50,6 +51,8 @@ def test_the_fastest_step_of_a_kind_is_the_limit() -> None:
     yardsticks = Yardsticks("cpu", torch.float32)
     seconds = dict.fromkeys(yardsticks.steps, 1.0)
     slow = yardsticks.limits(seconds)
-    assert yardsticks.limits(seconds | {"load": 1e-3, "multiply": 1e-3}).bandwidth > slow.bandwidth
-    assert yardsticks.limits(seconds | {"load": 1e3}).bandwidth == slow.bandwidth
-    assert {"copy", "read", "load"} <= set(seconds)
+    loads = [f"load, pauses of {pause}" for pause in PAUSES]
+    for load in loads:
+        assert yardsticks.limits(seconds | {load: 1e-3, "multiply": 1e-3}).bandwidth > slow.bandwidth
+        assert yardsticks.limits(seconds | {load: 1e3}).bandwidth == slow.bandwidth
+    assert {"copy", "read", *loads} <= set(seconds)
