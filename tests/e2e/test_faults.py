@@ -28,8 +28,10 @@ PROCESSES = {"serve", "tritonserver", "engine", "generation", "generation_unary"
 SELECTED = ("engine: SIGKILL", "engine hangs: SIGSTOP", "disk tier: disk full")
 
 
-NUM_TOKENS, NUM_STREAMS = 400, 8
-"""So many that the engine is at them for longer than a busy machine takes to show the first token."""
+NUM_TOKENS, NUM_STREAMS, NUM_SEQUENCES = 400, 4, 16
+"""Tokens of a sequence, streams, and sequences of a stream: so many that the engine is at them for longer than a busy
+machine takes to show the first token of each stream.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,9 @@ def test_sigterm_lets_what_is_in_flight_end_even_an_ensemble(scene: Scene, log: 
 
     Over gRPC: this engine is faster than Triton's HTTP front on a busy machine, which then drops the end of a stream.
     """
-    request = tensors(text_input="<100>", max_tokens=NUM_TOKENS, end_id=-1, stream=True)
+    request = tensors(
+        text_input="<100>", max_tokens=NUM_TOKENS, end_id=-1, num_return_sequences=NUM_SEQUENCES, stream=True
+    )
     engine = scene.server.processes()["engine"]
     with ThreadPoolExecutor(1) as pool:
         with ExitStack() as stack:
@@ -82,12 +86,12 @@ def test_sigterm_lets_what_is_in_flight_end_even_an_ensemble(scene: Scene, log: 
             engine.resume()
             for i, each in enumerate(streams):
                 texts[i] += "".join(map(text_of, each))
-        assert [text.count(f"<{BASE_TOKEN}>") for text in texts] == [NUM_TOKENS] * NUM_STREAMS
+        assert [text.count(f"<{BASE_TOKEN}>") for text in texts] == [NUM_SEQUENCES * NUM_TOKENS] * NUM_STREAMS
         assert status.result() == 0
     # One more may be the canary's.
     in_flight = re.search(r"no more requests are taken, (\d+) are in flight", log.read_text())
     assert in_flight
-    assert 1 <= int(in_flight[1]) <= NUM_STREAMS + 1
+    assert 1 <= int(in_flight[1]) <= NUM_STREAMS * NUM_SEQUENCES + 1
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
