@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,12 +176,25 @@ def demonstrate(server: ServerProcess, prompt: str, adapters: dict[str, Adapter]
     """All answers at once, then the error of a missing adapter, then the same from a shell."""
     answers.print(Text(f"\n{prompt}", "bold"))
     columns = [Column("base model", None), *(Column(title, adapter) for title, adapter in adapters.items())]
+    asyncio.run(warm_up(server, prompt, [column.adapter for column in columns]))
     seconds = asyncio.run(ask_all(server, prompt, columns))
     answers.print(as_table(columns))
     num_tokens = sum(column.num_tokens for column in columns)
     answers.print(f"{len(columns)} in one batch: {num_tokens / seconds:.1f} tokens/s in total")
     show_missing_adapter(server, prompt)
     show_curl(server, prompt, bool(adapters))
+
+
+async def warm_up(server: ServerProcess, prompt: str, adapters: Iterable[Adapter | None]) -> None:
+    """Get a token of each adapter.
+
+    A model's process loads libraries for its first chat and its first adapter, which takes seconds: the rates that are
+    shown are those of all later requests.
+    """
+    async with AsyncClient(f"grpc://{server.grpc_url}") as client:
+        for adapter in adapters:
+            async for _ in client.stream(messages=chat(prompt), adapter=adapter, max_tokens=1):
+                pass
 
 
 async def ask_all(server: ServerProcess, prompt: str, columns: Sequence[Column]) -> float:
