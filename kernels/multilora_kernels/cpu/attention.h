@@ -70,7 +70,7 @@ __attribute__((noinline)) void multiply_tile(const Element& element, const float
   const auto add_product = [&](int64_t k) {
     F columns[Vectors];
     for (int v = 0; v < Vectors; ++v) {
-      columns[v] = Vec::load(b + k * stride + v * Vec::kWidth);
+      columns[v] = Vec::loaded_once(Vec::load(b + k * stride + v * Vec::kWidth));
     }
     for (int r = 0; r < kRows; ++r) {
       const F value = Vec::broadcast_once(element(r, k));

@@ -107,6 +107,8 @@ struct StoredCodes {
   static constexpr bool kAreKept = false;
   const char* first;
 
+  MULTILORA_INLINE StoredCodes from(int64_t step) const { return {first + step * kStepBytes<Kind>}; }
+
   template <int I>
   MULTILORA_INLINE typename Vec::I load(int64_t step, int column) const {
     return Kind::template codes<I>(first + step * kStepBytes<Kind>, column);
@@ -118,6 +120,10 @@ template <class Vec, class Kind>
 struct KeptCodes {
   static constexpr bool kAreKept = true;
   typename Vec::I* kept;
+
+  // Those of the next steps lie at constant distances. Compilers would compute each place from the step, in as much time as a
+  // product takes.
+  MULTILORA_INLINE KeptCodes from(int64_t step) const { return {reloaded(place(step, 0, 0))}; }
 
   MULTILORA_INLINE typename Vec::I* place(int64_t step, int item, int column) const {
     return kept + (step * Kind::kItems + item) * kPanelVectors + column;
@@ -210,9 +216,10 @@ struct DigitTile {
     for (int64_t span = 0; step < block.steps; ++span, numbers += block.rows) {
       I products[Rows][kPanelVectors][kDigits] = {};
       const auto add_unrolled = [&]() MULTILORA_INLINED {
+        const DigitTile some{block, codes.from(step), Keeps ? kept.from(step) : kept};
         const char* place = digits_at(digits, step);
         for_constants(std::make_integer_sequence<int, kUnrolledSteps>{}, [&](auto i) MULTILORA_INLINED {
-          add_step<Rows>(place + i * kStepDigits, step + i, products);
+          some.template add_step<Rows>(place + i * kStepDigits, i, products);
         });
         step += kUnrolledSteps;
       };
@@ -255,7 +262,7 @@ struct DigitTile {
     return first + step / kTileSteps * block.next_tile + step % kTileSteps * kStepDigits;
   }
 
-  // step: of the block.
+  // step: of the codes.
   template <int Rows>
   MULTILORA_INLINE void add_step(const char* digits, int64_t step, I (&products)[Rows][kPanelVectors][kDigits]) const {
     if constexpr (!Codes::kAreKept) {

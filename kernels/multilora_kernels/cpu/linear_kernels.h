@@ -114,7 +114,7 @@ struct LinearTile {
     const auto accumulate = [&](int64_t k) MULTILORA_INLINED {
       F weight[kPanelVectors];
       for (int v = 0; v < kPanelVectors; ++v) {
-        weight[v] = weights.load(v, k);
+        weight[v] = Vec::loaded_once(weights.load(v, k));
         if constexpr (Keeps) {
           Vec::store(kept + (v * kMaxBlockDepth + k) * Vec::kWidth, weight[v]);
         }

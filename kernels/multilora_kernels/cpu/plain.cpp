@@ -49,6 +49,7 @@ struct Plain {
   static inline F broadcast(float value) {
     return each([&](int) { return value; });
   }
+  static inline F loaded_once(F a) { return a; }
   static inline F broadcast_once(float value) { return broadcast(value); }
   static inline F add(F a, F b) {
     return each([&](int i) { return a.lane[i] + b.lane[i]; });

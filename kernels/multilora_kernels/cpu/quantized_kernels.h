@@ -143,7 +143,7 @@ struct GroupNumbers {
 
 // The same memory, of which the compiler keeps nothing in registers: sums of Vec::kLinearRows rows take nearly all of them.
 template <class T>
-MULTILORA_INLINE const T* reloaded(const T* memory) {
+MULTILORA_INLINE T* reloaded(T* memory) {
   asm("" : "+r"(memory));
   return memory;
 }

@@ -25,12 +25,12 @@ struct X86Vectors {
   static inline F sub(F a, F b) { return a - b; }
   static inline F mul(F a, F b) { return a * b; }
   static inline F div(F a, F b) { return a / b; }
-  // Once into a register: compilers would rather load the value again for every product.
-  static inline F broadcast_once(float value) {
-    F lanes = Own::broadcast(value);
-    asm("" : "+v"(lanes));
-    return lanes;
+  // The same vector, in a register: compilers would rather load it again for every product, and processors load few a cycle.
+  static inline F loaded_once(F a) {
+    asm("" : "+v"(a));
+    return a;
   }
+  static inline F broadcast_once(float value) { return loaded_once(Own::broadcast(value)); }
   // 2^(n - 127) for the integer n in the lowest bits of a.
   static inline F low_bits_as_exponent(F a) { return F(Bits(a) << 23); }
 
