@@ -154,7 +154,7 @@ class StoredPart:
     count: int
 
 
-MEASURED_ROWS = (1, 4, 16, 32, 64)
+MEASURED_ROWS = (1, 4, 8, 16, 32, 64)
 """Row counts at which codes and floats are compared; a step counts as the largest of these that it reaches."""
 
 
