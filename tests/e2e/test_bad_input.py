@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx2
 import numpy as np
 import pytest
 from support.wire import GrpcClient, HttpClient, error_of, infer, stream_texts, tensors, text_of
@@ -46,6 +47,31 @@ def test_a_bad_request_gets_its_reason_over_grpc_and_http(
             infer(client, "generation_unary", request, request_id="r7")
         assert message in str(caught.value.message())
         assert error_of(caught.value)[0] == status
+
+
+LOST_INPUTS = {
+    "a misspelt lora_task_id": ("generation_unary", {"lora_taskid": 101}, "lora_taskid is a parameter"),
+    "the same in an ensemble": ("ensemble_unary", {"lora_taskid": 101}, "lora_taskid is a parameter"),
+    "the same in a stream": ("generation", {"Lora_Id": 101}, "lora_id is a parameter"),
+    "another server's name": ("ensemble", {"parameters": {"adapter_id": "pirate"}}, "adapter_id is a parameter"),
+    "the ensembles' name": ("generation_unary", {"top_k": 2}, "which has it as runtime_top_k"),
+    "a name that no ensemble has": ("ensemble_unary", {"runtime_top_p": 0.5}, "which has it as top_p"),
+}
+
+
+@pytest.mark.parametrize("case", LOST_INPUTS)
+def test_an_input_that_http_generate_does_not_know_is_not_lost(server: ServerProcess, case: str) -> None:
+    model, more, message = LOST_INPUTS[case]
+    body = {"text_input": "Hello", "max_tokens": 3, "stream": False, **more}
+    response = httpx2.post(f"http://{server.http_url}/v2/models/{model}/generate", json=body, timeout=300)
+    assert response.status_code == 400
+    assert message in response.json()["error"]
+
+
+def test_a_parameter_of_a_request_chooses_no_adapter(triton_grpc: GrpcClient, triton_http: HttpClient) -> None:
+    for client in (triton_grpc, triton_http):
+        with pytest.raises(InferenceServerException, match="send the input lora_task_id or lora_name"):
+            infer(client, "generation_unary", GOOD, parameters={"lora_task_id": 101})
 
 
 def test_what_this_server_does_not_do_is_unsupported_not_ignored(triton_grpc: GrpcClient) -> None:

@@ -27,7 +27,8 @@ from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Re
 from multilora_engine.serving.request_parser import is_stop, read_call
 from multilora_engine.serving.senders import Rights
 from multilora_engine.serving.sent_adapter import has_weights, weights_bytes
-from multilora_engine.serving.triton_api import TritonRequest, trace_id_of
+from multilora_engine.serving.triton_api import TritonRequest, parameters_of, trace_id_of
+from multilora_engine.serving.unsupported import refuse_lost_inputs
 from multilora_engine.serving.uploads import Uploads
 from multilora_engine.text.tokenizer import Tokenizer
 
@@ -67,6 +68,7 @@ class GenerationFront(Front):
             self._stop(responder, rights)
             return
         info, tokenizer = self._link.describe()
+        refuse_lost_inputs(parameters_of(request, info.limits.max_metadata_bytes))
         claims = Claims()
         with claims.closed_on_error():
             if has_weights(inputs):

@@ -1,15 +1,16 @@
-"""Inputs of TensorRT-LLM's models that stand for features this server does not have.
+"""What a request may ask for and this server would not do: it is refused, never left out in silence.
 
-They are declared so that a client that sends them is told of the feature. The server refuses undeclared inputs for
-their names.
+Inputs of TensorRT-LLM's models that stand for features this server does not have are declared so that a client that
+sends them is told of the feature. Triton refuses undeclared inputs by their names, but for those of HTTP generate and
+generate_stream: it takes members of their JSON that are no inputs for parameters of the request, which nobody reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from multilora_engine.errors import Unsupported
-from multilora_engine.serving.inputs import InputTensors
+from multilora_engine.errors import InvalidRequest, Unsupported
+from multilora_engine.serving.inputs import ENSEMBLE_NAMES, InputTensors
 
 _ENCODER = "encoder-decoder models"
 _PROMPT_TABLE = "prompt tables"
@@ -77,6 +78,31 @@ def refuse_unsupported(inputs: InputTensors) -> None:
         values = inputs.array(name)
         if values.size > (len(values) if name in _PLACEHOLDERS else 0):
             raise _refusal(name, UNSUPPORTED_TENSORS[name])
+
+
+_ADAPTER_WORDS = ("lora", "adapter")
+
+_OTHER_NAMES = {**ENSEMBLE_NAMES, **{ours: theirs for theirs, ours in ENSEMBLE_NAMES.items()}}
+
+_NOTHING = frozenset({"false", "0", "0.0", ""})
+
+
+def refuse_lost_inputs(parameters: Mapping[str, list[str]]) -> None:
+    """Raises InvalidRequest for a parameter that must have been meant for an input: one that chooses an adapter, in
+    whose place the base model would answer, or one that is an input of other models under this name.
+
+    parameters: the values of a request's parameters by name in lower case.
+    """
+    for name, values in parameters.items():
+        if name.startswith(_ADAPTER_WORDS):
+            raise InvalidRequest(
+                f"{name} is a parameter of the request, and these choose no adapter: send the input lora_task_id or "
+                "lora_name"
+            )
+        if name in _OTHER_NAMES and not _NOTHING.issuperset(map(str.lower, values)):
+            raise InvalidRequest(
+                f"{name} is a parameter of the request and no input of this model, which has it as {_OTHER_NAMES[name]}"
+            )
 
 
 def _refusal(name: str, feature: str) -> Unsupported:

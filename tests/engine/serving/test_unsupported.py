@@ -5,9 +5,14 @@ import pytest
 from support.contract import INPUTS
 from support.fake_triton import FakeRequest
 
-from multilora_engine.errors import Unsupported
-from multilora_engine.serving.inputs import InputTensors
-from multilora_engine.serving.unsupported import UNSUPPORTED_OPTIONS, UNSUPPORTED_TENSORS, refuse_unsupported
+from multilora_engine.errors import InvalidRequest, Unsupported
+from multilora_engine.serving.inputs import ENSEMBLE_NAMES, InputTensors
+from multilora_engine.serving.unsupported import (
+    UNSUPPORTED_OPTIONS,
+    UNSUPPORTED_TENSORS,
+    refuse_lost_inputs,
+    refuse_unsupported,
+)
 
 DTYPES = {"BOOL": np.bool_, "STRING": np.object_, "UINT8": np.uint8, "INT32": np.int32, "INT64": np.int64}
 DTYPES |= {"UINT64": np.uint64, "FP16": np.float16, "FP32": np.float32}
@@ -53,3 +58,24 @@ def test_one_decoder_token_a_row_asks_for_nothing_since_upstreams_preprocessing_
         "decoder_input_lengths": np.ones((num_rows, 1), np.int32),
     }
     refuse_unsupported(InputTensors(FakeRequest(tensors)))
+
+
+@pytest.mark.parametrize("name", ["lora_task_id", "lora_taskid", "loraid", "adapter", "adapter_id"])
+@pytest.mark.parametrize("value", ["7", "0", ""])
+def test_no_parameter_of_a_request_chooses_an_adapter(name: str, value: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{name} is a parameter of the request.* send the input lora_task_id"):
+        refuse_lost_inputs({"x-multilora-client": ["a"], name: [value]})
+
+
+@pytest.mark.parametrize(("theirs", "ours"), ENSEMBLE_NAMES.items())
+def test_an_input_of_other_models_is_refused_among_the_parameters_unless_it_asks_for_nothing(
+    theirs: str, ours: str
+) -> None:
+    for name, right in ((theirs, ours), (ours, theirs)):
+        with pytest.raises(InvalidRequest, match=f"^{name} is a parameter .* which has it as {right}$"):
+            refuse_lost_inputs({name: ["0", "2"]})
+        refuse_lost_inputs({name: ["0", "0.0", "False", "false", ""]})
+
+
+def test_other_parameters_are_the_client_s_own() -> None:
+    refuse_lost_inputs({"priority": ["1"], "x-multilora-client": ["lora"], "authorization": ["Bearer lora"]})
