@@ -153,6 +153,9 @@ class EngineConfig(BaseModel):
             description="Time of a step for words, guides, beams; a request 5 times that behind is ended; 0: never.",
         ),
     ] = 50.0
+    stream_interval: Annotated[
+        int, Field(ge=1, description="Tokens of a response of a stream but the first, which has one. More cost less.")
+    ] = 1
     max_metadata_bytes: Annotated[
         ByteSize, Field(ge=1, description="Parameters of a request, of which its headers are some, as JSON.")
     ] = ByteSize(64 << 10)

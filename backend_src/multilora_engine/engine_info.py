@@ -77,6 +77,7 @@ class EngineInfo:
     add_special_tokens: bool
     exclude_input_in_output: bool
     special_tokens_in_messages: bool
+    stream_interval: int
     limits: CallLimits
     max_adapter_bytes: int
     max_uploads_per_client: int

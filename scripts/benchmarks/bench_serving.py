@@ -332,6 +332,7 @@ def main(
     rank: Annotated[int, typer.Option(help="Rank of the adapters, which are on all linear layers.")] = 16,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
     output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
+    stream_interval: Annotated[int, typer.Option(help="The server's `stream_interval`: tokens of a response.")] = 1,
     model: Annotated[Path | None, typer.Option(help="Checkpoint to serve; default: the embedded model.")] = None,
     update_docs: Annotated[
         bool, typer.Option("--docs", help="Write the tables and plots of docs/performance.md; its text is yours.")
@@ -340,6 +341,8 @@ def main(
     """Measure tokens/s and times through a server that this command starts and stops, and plot them."""
     if unknown := set(part) - set(PARTS):
         raise typer.BadParameter(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if update_docs and stream_interval != 1:
+        raise typer.BadParameter("--docs writes the tables of the default stream_interval, 1")
     source = measured_source() if update_docs else ""
     console = Console()
     setting = Setting(
@@ -353,18 +356,18 @@ def main(
         output_tokens=output_tokens,
     )
     results, quantized = Results(), list[Row]()
+    serve = partial(started_server, console=console, overrides={"stream_interval": str(stream_interval)})
     if chosen := [name for name in PARTS if name in (part or PARTS) and name != "quantized"]:
-        with started_server(setting.model, console) as server, Progress(console=console) as progress:
+        with serve(setting.model) as server, Progress(console=console) as progress:
             results = asyncio.run(measure(server, setting, chosen, progress))
     if "quantized" in (part or PARTS):
         coded = replace(setting, model=ensure_quantized_checkpoint(QUANTIZED))
-        with started_server(coded.model, console) as server, Progress(console=console) as progress:
+        with serve(coded.model) as server, Progress(console=console) as progress:
             quantized = asyncio.run(measure_quantized(server, coded, progress))
     rows = result_rows(results)
     if rows or quantized:
-        console.print(
-            render([*rows, *quantized], f"{setting.model.name}, streams through the server, medians, {threads_title()}")
-        )
+        title = f"{setting.model.name}, streams of {stream_interval} tokens a response, medians, {threads_title()}"
+        console.print(render([*rows, *quantized], title))
         write_results([*rows, *quantized], output, "serving")
     if results.stages:
         report_load(results.stages, output, console)

@@ -44,6 +44,7 @@ INFO = EngineInfo(
     add_special_tokens=True,
     exclude_input_in_output=False,
     special_tokens_in_messages=True,
+    stream_interval=1,
     limits=CallLimits(
         max_prompt_bytes=10_000,
         max_sequences_per_request=16,

@@ -114,6 +114,7 @@ def describe_engine(config: EngineConfig, base: BaseModel) -> EngineInfo:
         add_special_tokens=config.add_special_tokens,
         exclude_input_in_output=config.exclude_input_in_output,
         special_tokens_in_messages=config.special_tokens_in_messages,
+        stream_interval=config.stream_interval,
         limits=CallLimits.of(config),
         max_adapter_bytes=int(config.lora.lora_max_adapter_bytes),
         max_uploads_per_client=config.max_uploads_per_client,

@@ -118,7 +118,7 @@ class GenerationFront(Front):
         requests = [rights.grant(request) for request in requests]
         sent, task_ids = call.adapter, {request.task_id for request in requests}
         sent_id = rights.uploaded_task_id(sent.lora_task_id, call.lora_names[0]) if sent else None
-        reply = self._reply(call, rows, responder, tokenizer)
+        reply = self._reply(call, rows, responder, tokenizer, info.stream_interval)
         trace_id = trace_id_of(request)
 
         def submit() -> None:
@@ -143,10 +143,15 @@ class GenerationFront(Front):
             claims.until_ended.callback(end)
 
     def _reply(
-        self, call: GenerateCall, rows: Mapping[str, ReplyRow], responder: Responder, tokenizer: Tokenizer
+        self,
+        call: GenerateCall,
+        rows: Mapping[str, ReplyRow],
+        responder: Responder,
+        tokenizer: Tokenizer,
+        stream_interval: int,
     ) -> Reply:
         if call.is_streaming:
-            return StreamReply(responder, rows, call.pad_id)
+            return StreamReply(responder, rows, call.pad_id, stream_interval)
         transcripts = _transcripts(call, rows, responder, tokenizer)
         if self._can_stream and len(transcripts) > 1:
             return EachReply(responder, transcripts, call.pad_id)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multilora_engine.errors import RelayedError, RequestError
+from multilora_engine.process.outbox import join_outputs
 from multilora_engine.request import BeamOutput, TokenLogProb, TokenOutput
 from multilora_engine.serving.outputs import OutputColumns, ReplyRow, RowAnswer
 from multilora_engine.serving.prompt_logits import PromptLogits
@@ -96,7 +98,7 @@ class Reply(ABC):
 
     def on_output(self, output: TokenOutput) -> None:
         if output.error_code is not None:
-            self._responder.fail(RelayedError(output.error_code, output.error_message or ""))
+            self._fail(RelayedError(output.error_code, output.error_message or ""))
         else:
             self._answer(output)
 
@@ -107,21 +109,31 @@ class Reply(ABC):
     def flush(self) -> None:
         self._responder.flush()
 
+    def _fail(self, error: RequestError) -> None:
+        self._responder.fail(error)
+
     @abstractmethod
     def _answer(self, output: TokenOutput) -> None: ...
 
 
 class StreamReply(Reply):
-    """A response for each output, with new tokens and text only. The first one has all values of the prompt."""
+    """Responses with new tokens and text only. A row's first one leaves at once, and has all values of the prompt."""
 
-    def __init__(self, responder: Responder, rows: Mapping[str, ReplyRow], pad_id: int) -> None:
-        """rows: by the engine's request ids."""
+    def __init__(self, responder: Responder, rows: Mapping[str, ReplyRow], pad_id: int, interval: int = 1) -> None:
+        """rows: by the engine's request ids. interval: how many new tokens a response waits for, or for the end."""
         super().__init__(responder)
         self._rows = rows
         self._open = set(rows)
         self._num_told = dict.fromkeys(rows, 0)
+        self._untold: defaultdict[str, list[TokenOutput]] = defaultdict(list)
         self._prompt_logits: dict[str, PromptLogits] = {}
         self._pad_id = pad_id
+        self._interval = interval
+
+    def _fail(self, error: RequestError) -> None:
+        for request_id in list(self._untold):
+            self._tell(request_id)
+        super()._fail(error)
 
     def _answer(self, output: TokenOutput) -> None:
         row = self._rows[output.request_id]
@@ -133,9 +145,17 @@ class StreamReply(Reply):
             return
         if output.is_final:
             self._open.remove(output.request_id)
-        logits = self._prompt_logits.pop(output.request_id, None)
-        answer = row.answer(output, self._num_told[output.request_id], logits.rows if logits else None)
-        self._num_told[output.request_id] = output.num_output_tokens
+        self._untold[output.request_id].append(output)
+        num_told = self._num_told[output.request_id]
+        if output.is_final or num_told == 0 or output.num_output_tokens - num_told >= self._interval:
+            self._tell(output.request_id)
+
+    def _tell(self, request_id: str) -> None:
+        """Make a response of the outputs that have waited for each other."""
+        (output,) = join_outputs(self._untold.pop(request_id))
+        logits = self._prompt_logits.pop(request_id, None)
+        answer = self._rows[request_id].answer(output, self._num_told[request_id], logits.rows if logits else None)
+        self._num_told[request_id] = output.num_output_tokens
         self._responder.respond([answer], self._pad_id, is_final=not self._open)
 
 
