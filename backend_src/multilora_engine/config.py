@@ -203,7 +203,9 @@ class EngineConfig(BaseModel):
     ] = ByteSize(0)
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "int8", "fp8"],
-        Field(description="Type of cached keys and values: `auto` is `dtype`; int8 and fp8 have a scale per head."),
+        Field(
+            description="Type of cached keys and values: `auto` is `dtype`; int8, and fp8 (CPUs), have scales by head."
+        ),
     ] = "auto"
     gpu_memory_utilization: Annotated[
         float, Field(gt=0, le=1, description="Share of the GPU's memory the engine may use in all.")

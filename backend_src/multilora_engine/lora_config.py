@@ -53,12 +53,16 @@ class LoRAConfig(BaseModel):
         Field(
             ge=0,
             le=4096,
-            description="Distinct adapters that may share one step; others wait. 0: max_num_seqs on a GPU, else 32.",
+            description="Adapters in one step (4096 at most); others wait. 0: max_num_seqs on a GPU, else 32.",
         ),
     ] = 0
     max_lora_rank: Annotated[
         int,
-        Field(ge=1, le=_ADAPTER_RANK_LIMIT, description="Largest rank accepted. An adapter costs only its own rank."),
+        Field(
+            ge=1,
+            le=_ADAPTER_RANK_LIMIT,
+            description=f"Largest rank accepted ({_ADAPTER_RANK_LIMIT} at most). An adapter costs only its own.",
+        ),
     ] = 64
     lora_max_adapter_bytes: Annotated[
         ByteSize, Field(ge=1, description="Largest `lora_weights` tensor accepted, in bytes or like `4GiB`.")
@@ -100,11 +104,11 @@ class LoRAConfig(BaseModel):
         BeforeValidator(_parse_json),
         Field(description="Where adapters that no tier has are fetched from: a JSON list of sources. `[]` is nowhere."),
     ] = []
-    lora_fetch_threads: Annotated[int, Field(ge=1, le=64, description="Adapters that are fetched at once.")] = 4
+    lora_fetch_threads: Annotated[int, Field(ge=1, le=64, description="Adapters fetched at once, 64 at most.")] = 4
     lora_on_conflict: Annotated[
         Literal["refuse", "replace"],
         Field(description="A cached task id sent with other weights: `refuse` it, or `replace` it for new requests."),
     ] = "refuse"
     lora_metrics_max_adapters: Annotated[
-        int, Field(ge=0, le=1000, description="Adapters with metrics of their own; the rest are counted as `other`.")
+        int, Field(ge=0, le=1000, description="Adapters with metrics of their own, 1000 at most; others are `other`.")
     ] = 32

@@ -250,7 +250,7 @@ def upload(
     Examples:
 
     - `multilora upload adapters/pirate --lora-task-id 7`
-    - `multilora upload adapters/*`
+    - `multilora upload adapters/pirate adapters/json`
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client, progress_bars() as progress:
         if lora_task_id is not None and len(directories) > 1:

@@ -10,7 +10,7 @@ from multilora_engine.lora.residency import Residency
 from multilora_engine.serving.triton_api import backend_utils
 
 NAME = "multilora_lora_adapter_load_seconds"
-_DESCRIPTION = "Seconds to load an adapter into host memory, or to activate it: from there to the device"
+DESCRIPTION = "Seconds to load an adapter into host memory, or to activate it: from there to the device"
 
 
 @dataclass
@@ -29,7 +29,7 @@ class LoadSeconds:
 
     def __init__(self) -> None:
         pb = backend_utils()
-        family = pb.MetricFamily(name=NAME, description=_DESCRIPTION, kind=pb.MetricFamily.HISTOGRAM)
+        family = pb.MetricFamily(name=NAME, description=DESCRIPTION, kind=pb.MetricFamily.HISTOGRAM)
         self._family = family
         self._series = {
             transition: _Series(family.Metric(labels={"transition": transition}, buckets=list(SECONDS)), Histogram())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -24,8 +25,10 @@ from multilora_engine.process.client import EngineClient
 from multilora_engine.process.reports import LoadReport, StatsReport
 from multilora_engine.process.telemetry import RequestStats
 from multilora_engine.process.usage import Usage
+from multilora_engine.serving import load_seconds
 from multilora_engine.serving.metrics import (
     ENGINE_METRICS,
+    ENGINE_RESTARTS,
     HISTOGRAMS,
     LORA_ADAPTER_LOADED,
     LORA_REQUESTS_INFO,
@@ -275,3 +278,23 @@ def test_without_an_engine_nothing_is_published(
     publisher.close()
     client.close()
     assert published == {}
+
+
+def test_the_docs_list_every_metric_with_its_kind_labels_and_meaning() -> None:
+    residents = [Resident("7", "cpu", is_pinned=False, rank=64)]
+    adapters = Residency(residents, num_on_device=0, num_in_memory=1, max_loras=4)
+    load = LoadReport(EngineStats(), AdaptersInUse(), RequestStats(requests={"stop": 1}))
+    report = StatsReport(no_adapters(), {}, Usage(), load, residency=adapters, clients={"acme": Usage()})
+    rows = {_row(load_seconds.NAME, "histogram", ["transition"], load_seconds.DESCRIPTION)}
+    for sample in [*samples(report, "base"), Sample(ENGINE_RESTARTS, (), 0)]:
+        name = re.sub("_(bucket|sum|count)$", "", sample.metric.name)
+        kind = sample.metric.kind.lower() if name == sample.metric.name else "histogram"
+        labels = [label for label, _ in sample.labels if label != "le"]
+        rows.add(_row(name, kind, labels, sample.metric.description))
+    page = (Path(__file__).parents[3] / "docs" / "operating.md").read_text()
+    table = page.split("<!-- metrics: begin -->\n")[1].split("<!-- metrics: end -->")[0]
+    assert sorted(table.splitlines()[2:]) == sorted(rows)
+
+
+def _row(name: str, kind: str, labels: list[str], meaning: str) -> str:
+    return f"| `{name}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {meaning} |"
