@@ -40,3 +40,8 @@ MODULE_IDS: Mapping[str, int] = {
 }
 """Module ids by Hugging Face's names. The fused ones compute q | k | v and gate | up there; upstream's `mlp_gate_up`
 computes up | gate."""
+
+FUSED_NAMES: Mapping[int, str] = {
+    module_id: name for name, module_id in MODULE_IDS.items() if module_id in (ATTN_QKV, MLP_GATE_UP)
+}
+"""Hugging Face's names of the modules that several linears of other checkpoints make up."""

@@ -7,7 +7,8 @@ weight in float32.
 
 Elsewhere activations become integers beside integer codes, where the processor multiplies these quicker: 32 to 128
 neighbouring inputs share a power of two, of which each is a multiple to 23 bits of the largest one. Their products are
-exact, and the result is as near to the exact one as that of floats.
+exact, and the result is as near to the exact one as that of floats, but for one case: neighbours of an activation that
+is hundreds of times as large lose bits to it, which shows where its own weights are zeros.
 
 Where activations may be rounded, as bfloat16 arithmetic does, they become integers of 15 bits; or the processor
 multiplies pairs of bfloat16: then activations are rounded to these, to the nearest, and the products of a group are

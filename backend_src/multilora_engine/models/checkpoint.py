@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from multilora_engine.errors import ConfigError
+from multilora_wire.quantized.gguf import GGUF_ADVICE, gguf_files
 from multilora_wire.quantized.scheme import StoredTensor
 
 _SINGLE_FILE = "model.safetensors"
@@ -57,11 +58,8 @@ def checkpoint_files(path: Path) -> list[Path]:
         return _indexed_files(path)
     if (path / _SINGLE_FILE).is_file():
         return [path / _SINGLE_FILE]
-    if gguf := sorted(file.name for file in path.glob("*.gguf")):
-        raise ConfigError(
-            f"{path} has only {', '.join(gguf)}, and GGUF is not served: quantise the original model with "
-            "llm-compressor, or load it with transformers (from_pretrained's gguf_file) and save it again"
-        )
+    if gguf := gguf_files(path):
+        raise ConfigError(f"{path} has only {', '.join(gguf)}: {GGUF_ADVICE}")
     pickles = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(path.glob(pattern))]
     reason = f"it has only {', '.join(pickles)}, and pickle files can run code" if pickles else "it has neither"
     raise ConfigError(

@@ -98,6 +98,11 @@ class _Loading:
             self._on_progress(len(self._expected) - len(self._waiting), len(self._expected))
 
     def _claim(self, name: str, file: Path) -> Destination:
+        if name not in self._expected and self._is_tied and name.startswith("lm_head."):
+            raise ConfigError(
+                f"{file}: tensor {name} is part of a head of its own although config.json says tie_word_embeddings; "
+                "write false there to use it"
+            )
         if name not in self._expected:
             raise ConfigError(f"{file}: unexpected tensor {name}: config.json describes a model without it")
         if name not in self._waiting:
@@ -114,7 +119,7 @@ def _check_tensor(name: str, tensor: torch.Tensor, place: Destination, file: Pat
         raise ConfigError(
             f"{file}: tensor {name} is stored as {_dtype_name(tensor.dtype)}, expected "
             f"{' or '.join(sorted(map(_dtype_name, place.dtypes)))}; a quantised checkpoint says so in "
-            "quantization_config of config.json"
+            "quantization_config of config.json, and has scales beside its codes"
         )
 
 

@@ -107,7 +107,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Raises ConfigError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a JSON object")

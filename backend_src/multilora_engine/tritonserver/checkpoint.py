@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from multilora_engine.errors import ConfigError
+from multilora_wire.quantized.gguf import GGUF_ADVICE, gguf_files
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _WANTED_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.jinja"]
@@ -25,6 +26,8 @@ def resolve_checkpoint(model: str) -> Path:
 def check_checkpoint(directory: Path) -> None:
     """Raises ConfigError unless `directory` looks like a Hugging Face checkpoint."""
     if not (directory / "config.json").is_file():
+        if gguf := gguf_files(directory):
+            raise ConfigError(f"{directory} has no config.json, only {', '.join(gguf)}: {GGUF_ADVICE}")
         raise ConfigError(
             f"{directory} has no config.json; give the directory of a Hugging Face checkpoint, or a hub id (owner/name)"
         )

@@ -11,27 +11,38 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from multilora_wire.quantized.fields import Object, field, texts
-from multilora_wire.quantized.names import matches_name
+from multilora_wire.quantized.names import check_pattern, matches_name
 
 
 @dataclass(frozen=True)
 class AdapterRules:
-    """allowed: names of modules, in full or their last parts, or `re:` patterns; None for all."""
+    """allowed: a list from each place that has one, of modules by their names in full, by last parts of these, or by
+    `re:` patterns. A module needs to be in every list.
+    """
 
-    allowed: tuple[str, ...] | None = None
+    allowed: tuple[tuple[str, ...], ...] = ()
 
-    def allow(self, name: str) -> bool:
-        """name: in full, such as `model.layers.3.self_attn.q_proj`."""
-        last = name.rpartition(".")[2]
-        return self.allowed is None or any(pattern == last or matches_name(pattern, name) for pattern in self.allowed)
+    def allow(self, *names: str) -> bool:
+        """Whether adapters may change a module. names: in full, such as `model.layers.3.self_attn.q_proj`; several
+        where checkpoints store it as a part of another.
+        """
+        return all(any(_matches(pattern, name) for pattern in patterns for name in names) for patterns in self.allowed)
 
 
-def read_adapter_rules(places: Iterable[Object]) -> AdapterRules:
-    """The rules out of all places where they may stand; a module needs the leave of each. Raises QuantizationError."""
-    allowed: tuple[str, ...] | None = None
-    for values in places:
-        if not field(values, "lora_compatible", bool, True):
-            return AdapterRules(())
-        if targets := texts(values, "lora_target_modules"):
-            allowed = targets if allowed is None else tuple(name for name in allowed if name in targets)
-    return AdapterRules(allowed)
+def read_adapter_rules(values: Object) -> AdapterRules:
+    """The rules in one place. Raises QuantizationError."""
+    if not field(values, "lora_compatible", bool, True):
+        return AdapterRules(((),))
+    targets = texts(values, "lora_target_modules")
+    for target in targets:
+        check_pattern("lora_target_modules", target)
+    return AdapterRules((targets,) if targets else ())
+
+
+def together(rules: Iterable[AdapterRules]) -> AdapterRules:
+    """The rules of several places."""
+    return AdapterRules(tuple(patterns for one in rules for patterns in one.allowed))
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return name.endswith(f".{pattern}") or matches_name(pattern, name)

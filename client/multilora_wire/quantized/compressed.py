@@ -161,14 +161,17 @@ class Float8:
         return self.scales.group_size
 
     def tensors(self, shape: tuple[int, int], stored: Callable[[str], StoredTensor | None]) -> dict[str, Expected]:
-        return {
-            "weight": Expected((shape,), ("F8_E4M3",)),
-            self.scale_name: Expected(self.scales.shapes(shape), SCALE_DTYPES),
-        }
+        shapes = self.scales.shapes(shape)
+        tensors = {"weight": Expected((shape,), ("F8_E4M3",)), self.scale_name: Expected(shapes, SCALE_DTYPES)}
+        if stored(_ZERO_POINT) is not None:
+            tensors[_ZERO_POINT] = Expected(shapes, ("F8_E4M3", "I8", *SCALE_DTYPES))
+        return tensors
 
     def rows(self, shape: tuple[int, int], tensors: Mapping[str, Array], order: Array | None) -> QuantizedRows:
         assert order is None
         weight = tensors["weight"]
+        if _ZERO_POINT in tensors and tensors[_ZERO_POINT].any():
+            raise QuantizationError(f"{_ZERO_POINT} holds others than 0, and floats of 8 bits have no zero points")
 
         def codes(first: int, count: int) -> npt.NDArray[np.uint8]:
             rows: npt.NDArray[np.uint8] = weight[first : first + count]

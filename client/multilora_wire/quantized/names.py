@@ -35,6 +35,15 @@ def best_match(patterns: Iterable[str], name: str, module_class: ModuleClass) ->
     return min(found, key=lambda pattern: (not matches_name(pattern, name), _REGEX in pattern, pattern), default=None)
 
 
+def check_pattern(key: str, pattern: str) -> None:
+    """Raises QuantizationError, which names the key, for a pattern behind `re:` that is no regular expression."""
+    if pattern.startswith(_REGEX):
+        try:
+            compiled(pattern.removeprefix(_REGEX))
+        except QuantizationError as error:
+            raise QuantizationError(f"{key}: {error}") from error
+
+
 def compiled(pattern: str) -> re.Pattern[str]:
     """Raises QuantizationError for a pattern that is no regular expression."""
     try:

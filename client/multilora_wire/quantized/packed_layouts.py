@@ -19,6 +19,7 @@ from multilora_wire.quantized.scheme import QuantizationError, Scheme
 _BITS = ("bits", "w_bit", "wbits")
 _GROUP_SIZE = ("group_size", "q_group_size")
 _ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
+_TENSORS = ("qweight", "qzeros", "scales")
 _REPACK = "save it again in that layout with the tool that wrote it"
 
 
@@ -32,7 +33,7 @@ class GPTQCheckpoint:
 
     def scheme(self, name: str, module_class: ModuleClass, has: Callable[[str], bool]) -> Scheme | None:
         """How the module's weight is stored; None for floats."""
-        return self._scheme(name) if has("qweight") else None
+        return self._scheme(name) if any(map(has, _TENSORS)) else None
 
     def _scheme(self, name: str) -> GPTQ:
         changed = overrides(field(self.config, "dynamic", dict, {}), name)
@@ -54,7 +55,7 @@ class AWQCheckpoint:
 
     def scheme(self, name: str, module_class: ModuleClass, has: Callable[[str], bool]) -> Scheme | None:
         """How the module's weight is stored; None for floats."""
-        return self.awq if has("qweight") else None
+        return self.awq if any(map(has, _TENSORS)) else None
 
 
 @dataclass(frozen=True)

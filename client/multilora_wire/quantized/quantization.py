@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from multilora_wire.quantized.adapter_rules import AdapterRules, read_adapter_rules
+from multilora_wire.quantized.adapter_rules import AdapterRules, read_adapter_rules, together
 from multilora_wire.quantized.compressed_config import read_compressed
 from multilora_wire.quantized.fields import Object
 from multilora_wire.quantized.names import ModuleClass
@@ -48,38 +49,61 @@ _READERS: Mapping[str, Callable[[Object], Schemes]] = {
     "fp8": read_fp8,
 }
 _CONFIG_KEYS = ("quantization_config", "compression_config")
-_OTHER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""The files in which old versions of AutoGPTQ and AutoAWQ write the data that others put into config.json."""
+_OTHER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+"""The files in which AutoGPTQ, AutoAWQ and NVIDIA's modelopt write, or wrote, what others put into config.json."""
+_MARKS = {
+    "compressed-tensors": ("config_groups", "sparsity_config"),
+    "bitsandbytes": ("load_in_8bit", "load_in_4bit"),
+}
+"""Keys by which a configuration without `quant_method` is known."""
+_MLX_KEY = "quantization"
+_ADVICE = "quantise the original model again with llm-compressor, or serve it in float32, bfloat16 or float16"
 
 
 def read_quantization(directory: Path) -> Quantization:
     """Raises QuantizationError, which names the file and the key, for schemes that are not served."""
-    path = directory / "config.json"
-    whole = _read_object(path)
-    found = next((whole[key] for key in _CONFIG_KEYS if whole.get(key)), None)
-    method = ""
+    main, metadata = directory / "config.json", directory / "lora_metadata.json"
+    whole = _read_object(main)
+    path, method = main, "MLX" if isinstance(whole.get(_MLX_KEY), dict) else ""
+    found = next((whole[key] for key in (*_CONFIG_KEYS, _MLX_KEY) if whole.get(key)), None)
     for name in _OTHER_FILES if found is None else ():
         if (directory / name).is_file():
             path, method = directory / name, _OTHER_FILES[name]
             found = _read_object(path)
             break
-    metadata = directory / "lora_metadata.json"
-    try:
+    with _named(path):
         config = _object(found or {})
-        extra = _read_object(metadata) if metadata.is_file() else {}
-        return Quantization(_schemes(config, method) if config else None, read_adapter_rules((whole, config, extra)))
-    except QuantizationError as error:
-        raise QuantizationError(f"{path}: {error}") from error
+        schemes = _schemes(config, method) if config else None
+    places = [(main, whole), (path, config)]
+    if metadata.is_file():
+        places.append((metadata, _read_object(metadata)))
+    rules = []
+    for place, values in places:
+        with _named(place):
+            rules.append(read_adapter_rules(values))
+    return Quantization(schemes, together(rules))
 
 
 def _schemes(config: Object, default_method: str) -> Schemes:
-    method = config.get("quant_method") or default_method or "compressed-tensors"
+    method = config.get("quant_method") or default_method or _guessed_method(config)
     if not isinstance(method, str) or method not in _READERS:
         raise QuantizationError(
-            f"quantization_config.quant_method {method!r:.80} is not served, only {', '.join(_READERS)}; quantise the "
-            "original model again with llm-compressor, or serve it in float32, bfloat16 or float16"
+            f"quantization_config.quant_method {method!r:.80} is not served, only {', '.join(_READERS)}; {_ADVICE}"
         )
     return _READERS[method](config)
+
+
+def _guessed_method(config: Object) -> str:
+    return next((method for method, keys in _MARKS.items() if any(key in config for key in keys)), "")
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors of the body begin with the file's name."""
+    try:
+        yield
+    except QuantizationError as error:
+        raise QuantizationError(f"{path}: {error}") from error
 
 
 def _read_object(path: Path) -> Object:

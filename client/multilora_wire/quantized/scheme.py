@@ -108,14 +108,15 @@ def groups_of(in_features: int, group_size: int | None) -> tuple[int, int]:
 
 
 def input_order(name: str, group_index: Array, group_size: int | None) -> npt.NDArray[np.int64] | None:
-    """The inputs group by group, [in_features]; None where they lie so already.
+    """The inputs group by group, [in_features]; None where they lie so already, or where the index is -1 throughout,
+    which compressed-tensors writes for that.
 
     name: of the tensor. Raises QuantizationError where a group has another size than `group_size` (the last one: the
     rest).
     """
     size, num_groups = groups_of(len(group_index), group_size)
     in_order = np.arange(len(group_index)) // size
-    if np.array_equal(group_index, in_order):
+    if np.array_equal(group_index, in_order) or np.all(group_index == -1):
         return None
     order = np.argsort(group_index, kind="stable")
     if not np.array_equal(group_index[order], in_order):

@@ -3,7 +3,8 @@
 // Activations are integers (activation_digits.h). The products of a span are added up digit by digit, exactly. Then the sum of a
 // span becomes a float, is multiplied by the span's unit and by the scale of its group, and is added to the output, in the order
 // of the inputs. No weight is rounded, and a result depends on neither the other rows, nor the tile, nor the thread. With three
-// digits it lies as near to the exact product as that of float32 weights, but has other bits.
+// digits it lies as near to the exact product as that of float32 weights, but has other bits; where an activation much larger than
+// its neighbours meets zeros alone, it is less near.
 //
 // A product of bytes makes four of them in the time in which floats make one, which is worth three digits, and one of words two.
 // And a word of codes of 4 bits is taken apart in half an instruction a code, where each float takes three: few rows gain most.

@@ -123,6 +123,8 @@ def test_a_group_may_have_a_format_of_its_own(tmp_path: Path) -> None:
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv' is not served, only 'gemm'"),
         ({"quant_method": "awq", "bits": 8}, "bits 8 is not served, only 4"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two positive integers"),
+        ({"load_in_8bit": True}, "quant_method 'bitsandbytes' is not served"),
+        ({"group_size": 64, "bits": 4}, "quant_method '' is not served"),
         ([1], "expected an object, got"),
     ],
 )
@@ -150,6 +152,8 @@ def test_what_is_not_followed_is_told(tmp_path: Path) -> None:
         ({"lora_target_modules": ["q_proj", "re:.*up_proj"]}, {}, {"q_proj", "up_proj"}),
         ({"lora_compatible": True}, {"lora_target_modules": ["down_proj"]}, {"down_proj"}),
         ({"lora_target_modules": ["q_proj", "up_proj"]}, {"lora_target_modules": ["up_proj"]}, {"up_proj"}),
+        ({"lora_target_modules": ["q_proj", "up_proj"]}, {"lora_target_modules": ["re:.*(up|down)_proj"]}, {"up_proj"}),
+        ({"lora_target_modules": ["x.q_proj", "model.layers.0.x.up_proj"]}, {}, {"q_proj", "up_proj"}),
         ({"lora_compatible": False}, {}, set()),
         ({}, {"lora_compatible": False}, set()),
     ],
@@ -161,3 +165,19 @@ def test_modules_that_adapters_may_change(
     for found in (write(tmp_path, compressed(W4), **others), write(tmp_path, compressed(W4) | others)):
         names = ("q_proj", "up_proj", "down_proj")
         assert {name for name in names if found.rules.allow(f"model.layers.0.x.{name}")} == allowed
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "message"),
+    [
+        ("config.json", {"quantization": {"group_size": 64, "bits": 4}}, "config.json: .*'MLX' is not served.*again"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "hf_quant_config.json: .*'modelopt' is not"),
+    ],
+)
+def test_formats_that_tell_of_themselves_elsewhere_are_refused_by_name(
+    file: str, values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / file).write_text(json.dumps(values))
+    with pytest.raises(QuantizationError, match=message):
+        read_quantization(tmp_path)

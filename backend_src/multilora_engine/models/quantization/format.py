@@ -25,6 +25,7 @@ from multilora_engine.models.weights import (
     WeightFormat,
     num_outputs,
 )
+from multilora_wire.module_names import FUSED_NAMES
 from multilora_wire.quantized.names import ModuleClass
 from multilora_wire.quantized.quantization import Quantization, read_quantization
 from multilora_wire.quantized.scheme import Array, QuantizationError, Scheme, StoredTensor, check_stored, input_order
@@ -32,7 +33,7 @@ from multilora_wire.sites import ModelSites
 
 _logger = logging.getLogger(__name__)
 
-_OF_ACTIVATIONS = re.compile(r".+\.((input|output|q|k|v)_(scale|zero_point)|input_global_scale)")
+_OF_ACTIVATIONS = re.compile(r".+\.((input|output|q|k|v|kv|prob|prob_output)_(scale|zero_point)|input_global_scale)")
 """Tensors that round activations, keys or values."""
 _BIAS = ".bias"
 
@@ -131,9 +132,17 @@ def weight_format(checkpoint: Checkpoint, placement: Placement) -> WeightFormat:
 
 
 def sites_ruled_out(path: Path, sites: ModelSites) -> list[str]:
-    """Names of the sites that the checkpoint in the directory `path` leaves to no adapter. Raises ConfigError."""
+    """Names of the sites that the checkpoint in the directory `path` leaves to no adapter. Raises ConfigError.
+
+    A site is also meant by the name of the linear that some checkpoints fuse it into, such as `qkv_proj`.
+    """
     rules = _read(path).rules
-    return [site.name for site in sites.sites if not rules.allow(f"model.{site.name}")]
+    names = {site.column: [f"model.{site.name}"] for site in sites.sites}
+    for module in sites.modules:
+        if (fused := FUSED_NAMES.get(module.module_id)) is not None:
+            for part in module.parts:
+                names[part.column].append(f"model.layers.{module.layer}.{fused}")
+    return [site.name for site in sites.sites if not rules.allow(*names[site.column])]
 
 
 def _read(path: Path) -> Quantization:

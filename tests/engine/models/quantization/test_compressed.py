@@ -117,6 +117,32 @@ def test_a_group_index_with_groups_of_other_sizes_is_refused(tmp_path: Path) -> 
         load(tmp_path)
 
 
+def test_a_group_index_of_minus_one_is_none(tmp_path: Path) -> None:
+    model = small_llama()
+    save_compressed(model, tmp_path, groups(integers(4, True, "group", group_size=8)), ignore=["lm_head"])
+    change_tensors(tmp_path, {f"{Q}.weight_g_idx": torch.full((40,), -1, dtype=torch.int32)})
+    assert_read_as(tmp_path, model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bfloat16])
+def test_floats_of_8_bits_may_have_zero_points_of_zero(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = small_llama()
+    save_compressed(model, tmp_path, groups(floats("channel")), ignore=["lm_head"])
+    change_tensors(tmp_path, {f"{Q}.weight_zero_point": torch.zeros(24, 1).to(dtype)})
+    assert_read_as(tmp_path, model)
+    change_tensors(tmp_path, {f"{Q}.weight_zero_point": torch.ones(24, 1).to(dtype)})
+    with pytest.raises(ConfigError, match=rf"{Q}.*weight_zero_point holds others than 0"):
+        load(tmp_path)
+
+
+def test_a_quantised_head_of_a_model_with_tied_embeddings_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    save_compressed(small_llama(), tmp_path, groups(integers(8, True, "channel")))
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"lm_head\.weight\w* is part of a head of its own .* write false there"):
+        load(tmp_path)
+
+
 def test_tensors_of_a_linear_may_lie_in_several_files_in_any_order(tmp_path: Path) -> None:
     model = small_llama()
     save_compressed(model, tmp_path, groups(integers(5, False, "group", group_size=8)), ignore=["lm_head"])
@@ -171,7 +197,8 @@ def test_tensors_that_round_activations_are_left_where_they_are(tmp_path: Path) 
     model = small_llama()
     save_compressed(model, tmp_path, groups(floats("channel")), ignore=["lm_head"])
     attention = "model.layers.0.self_attn"
-    extra = [f"{Q}.input_scale", f"{Q}.output_scale", f"{attention}.k_scale", f"{attention}.v_scale"]
+    suffixes = ("k_scale", "v_scale", "kv_scale", "prob_output_scale")
+    extra = [f"{Q}.input_scale", f"{Q}.output_scale", *(f"{attention}.{suffix}" for suffix in suffixes)]
     change_tensors(tmp_path, dict.fromkeys(extra, torch.ones(1)))
     change_config(tmp_path, kv_cache_scheme={"num_bits": 8, "type": "float"})
     assert_read_as(tmp_path, model)

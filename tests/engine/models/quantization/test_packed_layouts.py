@@ -158,3 +158,20 @@ def test_fine_grained_fp8(scale_name: str, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / WEIGHTS)
     with pytest.raises(ConfigError, match=rf"{Q}: weight holds NaN in the outputs 0 to 23"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq"])
+def test_a_missing_qweight_is_refused_by_its_name(layout: str, tmp_path: Path) -> None:
+    if layout == "gptq":
+        store = in_layers(lambda _, w: quantized(w, 4, 8), gptq_tensors)
+        save_linears(tmp_path, small_llama(), gptq_config(4, 8), store)
+    else:
+        config = {"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True, "version": "gemm"}
+        store = in_layers(lambda _, w: quantized(w, 4, 8), awq_tensors)
+        save_linears(tmp_path, small_llama(head_dim=8), config, store)
+    tensors = load_file(tmp_path / "model.safetensors")
+    missing = "model.layers.0.self_attn.q_proj.qweight"
+    del tensors[missing]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"tensor {missing} is missing"):
+        load(tmp_path)

@@ -9,9 +9,11 @@ import pytest
 import torch
 from support.loaded_weights import small_llama
 
-from multilora_engine.errors import InvalidRequest
+from multilora_engine.errors import ConfigError, InvalidRequest
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora.format import check_rows, pack_adapter
+from multilora_engine.models.quantization.format import sites_ruled_out
+from multilora_engine.models.registry import adapter_sites, read_model_config
 from multilora_wire.module_names import ATTN_Q, ATTN_QKV, MLP_4H_TO_H
 
 
@@ -31,3 +33,25 @@ def test_an_adapter_on_a_module_that_is_ruled_out_is_refused(tmp_path: Path) -> 
         check_rows(stored.rows, len(stored.pages), layout)
     for module_id, width in ((ATTN_Q, 64), (MLP_4H_TO_H, 96)):
         pack_adapter(torch.ones(1, width), torch.tensor([[module_id, 0, 1]], dtype=torch.int32), layout)
+
+
+@pytest.mark.parametrize(
+    ("targets", "ruled_out"),
+    [
+        (["qkv_proj", "gate_up_proj"], {"o_proj", "down_proj"}),
+        (["re:.*qkv_proj", "down_proj"], {"o_proj", "gate_proj", "up_proj"}),
+        (["q_proj"], {"k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+    ],
+)
+def test_parts_of_a_fused_linear_may_be_named_by_it(targets: list[str], ruled_out: set[str], tmp_path: Path) -> None:
+    small_llama().save_pretrained(tmp_path)
+    (tmp_path / "lora_metadata.json").write_text(json.dumps({"lora_target_modules": targets}))
+    sites = adapter_sites(read_model_config(tmp_path))
+    assert {name.rpartition(".")[2] for name in sites_ruled_out(tmp_path, sites)} == ruled_out
+
+
+def test_a_pattern_that_is_no_regular_expression_is_refused_by_file_and_key(tmp_path: Path) -> None:
+    small_llama().save_pretrained(tmp_path)
+    (tmp_path / "lora_metadata.json").write_text(json.dumps({"lora_target_modules": ["re:("]}))
+    with pytest.raises(ConfigError, match=r"lora_metadata\.json: lora_target_modules: '\(' is no regular expression"):
+        checkpoint_layout(tmp_path, 4, "float32")
