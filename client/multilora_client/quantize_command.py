@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from multilora_engine.quantize import Report
 
 _EXTRA = ("multilora_engine", "torch", "transformers", "compressed_tensors")
+_READERS_OF_ZERO_POINTS = (
+    "multilora and compressed-tensors read such a checkpoint, and vLLM one of 4 bits; transformers 5 does not load it."
+)
 
 Checkpoint = Annotated[
     Path, typer.Argument(metavar="DIR", help="Hugging Face checkpoint in float32, bfloat16 or float16.")
@@ -35,7 +38,11 @@ GroupSize = Annotated[
     ),
 ]
 Asymmetric = Annotated[
-    bool, typer.Option("--asymmetric", help="Keep a zero point beside each scale: a little larger, and more exact.")
+    bool,
+    typer.Option(
+        "--asymmetric",
+        help=f"Keep a zero point beside each scale: a little larger, and more exact. {_READERS_OF_ZERO_POINTS}",
+    ),
 ]
 Calibration = Annotated[
     Path | None,
@@ -111,6 +118,13 @@ def quantize(
             except ConfigError as error:
                 raise InvalidRequest(str(error)) from error
         typer.echo(f"{output}: {_describe(report)}")
+        if asymmetric:
+            typer.echo(_READERS_OF_ZERO_POINTS)
+        if scheme == "fp8" and perplexity:
+            typer.echo(
+                "The perplexity is of rounded weights with float activations, as multilora computes; transformers "
+                "rounds activations, too."
+            )
 
 
 def _check_extra() -> None:
@@ -127,13 +141,17 @@ def _describe(report: Report) -> str:
         f"{report.bytes_before / 1e6:,.1f} -> {report.bytes_after / 1e6:,.1f} MB",
     ]
     if report.perplexity_before is not None:
-        parts.append(
-            f"perplexity {report.perplexity_before:.3f} -> {report.perplexity_after:.3f} "
-            f"over {report.num_text_tokens:,} tokens"
-        )
+        assert report.perplexity_after is not None
+        before, after = (_short(value) for value in (report.perplexity_before, report.perplexity_after))
+        parts.append(f"perplexity {before} -> {after} over {report.num_text_tokens:,} tokens")
     if report.num_calibration_tokens:
         parts.append(f"calibrated on {report.num_calibration_tokens:,} tokens in {report.calibration_seconds:.1f} s")
     return "; ".join([*parts, f"rounded in {report.rounding_seconds:.1f} s"])
+
+
+def _short(perplexity: float) -> str:
+    """`18.207`, `1.23e+300` and `inf`."""
+    return f"{perplexity:.3f}" if perplexity < 1e6 else f"{perplexity:.3g}"
 
 
 @contextmanager

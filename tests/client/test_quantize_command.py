@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
+from support.tiny_tokenizer import save_tiny_tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 from typer.testing import CliRunner, Result
 
-from checkpoints.tiny_llama import save_tiny_llama
+from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
 from multilora_client import quantize_command
 from multilora_client.cli import app
 
@@ -36,7 +42,7 @@ def test_it_writes_a_checkpoint_and_says_in_a_line_what_it_is(checkpoint: Path, 
     )
 
     assert (result.exit_code, result.stderr) == (0, "")
-    line = r"15 modules as w4a16, asymmetric, groups of 32; 0\.4 -> 0\.1 MB; rounded in \d+\.\d s\n"
+    line = r"15 modules as w4a16, asymmetric, groups of 32; 0\.4 -> 0\.1 MB; rounded in \d+\.\d s\n.*vLLM.*\n"
     assert re.fullmatch(re.escape(f"{tmp_path / 'out'}: ") + line, result.stdout)
     assert (tmp_path / "out/config.json").is_file()
 
@@ -47,6 +53,49 @@ def test_a_refusal_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (1, "")
     assert re.fullmatch(r"error: \[INVALID_ARG\] .*groups of 128 do not divide; .*\n", result.stderr)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("factor", "number"),
+    [(1.0, r"\d+\.\d{3}"), (10.0, r"\d\.\d+e\+\d+"), (1e6, "inf")],
+    ids=["usual", "large", "infinite"],
+)
+def test_perplexity_is_a_short_number_and_that_of_fp8_says_what_it_is_of(
+    tmp_path: Path, factor: float, number: str
+) -> None:
+    checkpoint = save_tiny_llama(tmp_path / "in", hidden_size=64, intermediate_size=96, tie_word_embeddings=False)
+    tensors = load_file(checkpoint / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"] * factor}, checkpoint / "model.safetensors")
+    words = Tokenizer.from_file(str(save_tiny_tokenizer(checkpoint) / "tokenizer.json"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(checkpoint / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text(" ".join(f"w{i * i % VOCAB_SIZE}" for i in range(100)))
+
+    result = run(checkpoint, "--scheme", "fp8", "--output", tmp_path / "out", "--text", tmp_path / "text.txt")
+
+    first, second = result.stdout.splitlines()
+    assert re.search(f"; perplexity {number} -> {number} over 100 tokens; ", first)
+    assert "of rounded weights with float activations" in second
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    with files_of_at_most(30_000):
+        result = run(checkpoint, "--scheme", "w4a16", "--output", tmp_path / "out", "--no-perplexity")
+
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert re.fullmatch(r"error: cannot write .*model\.safetensors: .*\n", result.stderr)
+    assert not list(tmp_path.iterdir())
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """The system refuses to write more, as it does on a full disk."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
 
 
 def test_an_absent_checkpoint_is_one_line(tmp_path: Path) -> None:
@@ -70,6 +119,12 @@ def test_without_the_extra_it_says_what_to_install(
     assert result.stderr == (
         "error: [UNSUPPORTED] compressed_tensors missing; install the extra: pip install 'multilora-engine[quantize]'\n"
     )
+
+
+def test_help_names_the_readers_of_zero_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+
+    assert "transformers 5 does not load it" in run("--help").stdout
 
 
 def test_help_names_the_schemes() -> None:

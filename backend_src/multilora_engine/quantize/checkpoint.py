@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from compressed_tensors.compressors import BaseCompressor, ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from multilora_engine.errors import ConfigError
@@ -46,7 +47,7 @@ def write_checkpoint(
 
     calibrated: the tensors of modules that were rounded before, as `compress` returns them; others are rounded here,
     and all of their inputs weigh alike. on_progress: called with (modules written, modules in all). Raises ConfigError
-    for a weight that is not finite.
+    for a weight that is not finite, and OSError where a file cannot be written.
     """
     _copy_small_files(plan.source, directory)
     weight_map: dict[str, str] = {}
@@ -66,9 +67,7 @@ def write_checkpoint(
                     tensors |= {f"{module}.{key}": value.cpu() for key, value in state.items()}
                     num_done += 1
                     on_progress(num_done, len(plan.schemes))
-        save_file(tensors, directory / file.name, metadata={"format": "pt"})
-        # safetensors makes files that their owner alone may read; a server often runs as another user.
-        (directory / file.name).chmod(0o644)
+        _save(tensors, directory / file.name)
         weight_map |= dict.fromkeys(tensors, file.name)
         num_bytes += sum(tensor.nbytes for tensor in tensors.values())
     if (plan.source / _INDEX_FILE).is_file():
@@ -131,6 +130,16 @@ def check_output(output: Path) -> None:
         raise ConfigError(f"{output} is no directory; give --output another name")
     if output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"{output} is not empty; give --output another name, or remove it first")
+
+
+def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    """Raises OSError."""
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # It stands for the errors of the system, too: a disk is full.
+        raise OSError(f"cannot write {file}: {error}") from error
+    # safetensors makes files that their owner alone may read; a server often runs as another user.
+    file.chmod(0o644)
 
 
 def _copy_small_files(source: Path, directory: Path) -> None:

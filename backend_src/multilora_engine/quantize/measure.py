@@ -36,7 +36,7 @@ def replace_weights(model: PreTrainedModel, weights: Iterable[tuple[str, torch.T
 def perplexity(model: PreTrainedModel, windows: list[torch.Tensor], on_progress: Callable[[int, int], None]) -> float:
     """exp of the mean of -log P(token | those before it in its window), over all tokens but each window's first.
 
-    on_progress: called with (windows done, windows in all).
+    Infinite where no float holds it. on_progress: called with (windows done, windows in all).
     """
     total, num_tokens = 0.0, 0
     for done, window in enumerate(windows, start=1):
@@ -45,4 +45,7 @@ def perplexity(model: PreTrainedModel, windows: list[torch.Tensor], on_progress:
         total += F.cross_entropy(logits, token_ids[0, 1:], reduction="sum").item()
         num_tokens += window.shape[1] - 1
         on_progress(done, len(windows))
-    return math.exp(total / num_tokens)
+    try:
+        return math.exp(total / num_tokens)
+    except OverflowError:  # The mean is above 709.
+        return math.inf

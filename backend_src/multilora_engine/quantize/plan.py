@@ -9,10 +9,11 @@ from typing import Literal
 
 import torch
 from compressed_tensors.utils import match_named_modules
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.models.checkpoint import checkpoint_files, opened
+from multilora_engine.models.checkpoint import Checkpoint, checkpoint_files, opened
 from multilora_engine.models.decoder import EMBEDDINGS
 from multilora_engine.models.model_config import read_json
 from multilora_engine.models.registry import read_model_config
@@ -20,7 +21,8 @@ from multilora_engine.quantize.schemes import EMBEDDINGS_OF_8_BITS, HEAD, HEAD_O
 
 _GROUP_SIZES = (128, 64, 32)
 _FLOAT_DTYPES = ("F32", "BF16", "F16")
-
+_REFUSALS = (StrictDataclassError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+"""How transformers' configs, and the modules that are made by them, refuse values of config.json."""
 
 Head = Literal["w8a16", "same", "none"]
 """8 bits with a scale an output, the scheme of the other linears, or floats."""
@@ -64,7 +66,8 @@ class Plan:
 
 def make_plan(source: Path, scheme: Scheme, options: OuterOptions) -> Plan:
     """Raises ConfigError for a checkpoint that is quantised, is of a family that the engine does not serve, has a
-    matrix of no linear and no embedding, or has linears whose inputs the group size does not divide.
+    matrix of no linear and no embedding, lacks one or has it in another shape, has a head that is not the embeddings
+    that it should be, or has linears whose inputs the group size does not divide.
     """
     _refuse_quantized(source)
     is_tied = read_model_config(source).tie_word_embeddings
@@ -81,7 +84,9 @@ def make_plan(source: Path, scheme: Scheme, options: OuterOptions) -> Plan:
     shapes = _matrix_shapes(source)
     if is_tied and f"{EMBEDDINGS}.weight" in shapes:
         shapes[f"{HEAD}.weight"] = shapes[f"{EMBEDDINGS}.weight"]
-    _check_tensors(source, model, [*linears, *own], shapes)
+    _check_tensors(source, model, shapes)
+    if is_tied:
+        _check_tied_head(source)
     sized = _with_group_size(source, scheme, {name: shapes[f"{name}.weight"][1] for name in linears})
     return Plan(source, sized, others, dict.fromkeys(linears, sized) | own, is_tied and options.head != "none")
 
@@ -97,9 +102,12 @@ def _refuse_quantized(source: Path) -> None:
 
 def _empty_model(source: Path) -> PreTrainedModel:
     """transformers' modules, without any weight."""
-    config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    except _REFUSALS as error:
+        raise ConfigError(f"{source / 'config.json'}: transformers refuses a value in it: {error}") from error
     return model
 
 
@@ -119,7 +127,7 @@ def _matrix_shapes(source: Path) -> dict[str, list[int]]:
     return shapes
 
 
-def _check_tensors(source: Path, model: PreTrainedModel, modules: list[str], shapes: Mapping[str, list[int]]) -> None:
+def _check_tensors(source: Path, model: PreTrainedModel, shapes: Mapping[str, list[int]]) -> None:
     matrices = {
         f"{name}.weight": list(module.weight.shape)
         for name, module in model.named_modules()
@@ -127,12 +135,23 @@ def _check_tensors(source: Path, model: PreTrainedModel, modules: list[str], sha
     }
     if unknown := sorted(shapes.keys() - matrices.keys()):
         raise ConfigError(f"{source}: {unknown[0]} is the weight of no linear layer; it cannot be quantised")
-    for module in modules:
-        name = f"{module}.weight"
-        if shapes.get(name) != matrices[name]:
-            raise ConfigError(
-                f"{source}: {name} is {shapes.get(name, 'missing')}; config.json asks for {matrices[name]}"
-            )
+    for name, shape in matrices.items():
+        if shapes.get(name) != shape:
+            raise ConfigError(f"{source}: {name} is {shapes.get(name, 'missing')}; config.json asks for {shape}")
+
+
+def _check_tied_head(source: Path) -> None:
+    """Raises ConfigError for a stored head that differs from the embeddings, of which the codes would be made."""
+    checkpoint = Checkpoint(source)
+    head, embeddings = f"{HEAD}.weight", f"{EMBEDDINGS}.weight"
+    if head not in checkpoint.tensors:
+        return
+    rows = checkpoint.tensor(embeddings)
+    if not torch.equal(checkpoint.tensor(head).to(rows), rows):
+        raise ConfigError(
+            f"{source}: {head} differs from {embeddings} although config.json says tie_word_embeddings; "
+            'write "tie_word_embeddings": false in config.json to use it'
+        )
 
 
 def _with_group_size(source: Path, scheme: Scheme, inputs: Mapping[str, int]) -> Scheme:

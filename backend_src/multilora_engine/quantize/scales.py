@@ -208,8 +208,13 @@ def _loss(w: torch.Tensor, h: torch.Tensor, scale: torch.Tensor, zero: torch.Ten
 
 
 def _storable(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The scale rounded to `dtype`, as float32; never 0, by which nothing can be divided."""
-    return _not_zero(scale.to(dtype).float(), torch.finfo(dtype).tiny)
+    """The scale rounded to `dtype`, as float32; never 0, by which nothing can be divided.
+
+    It may be smaller than float16's normal numbers, as 8 bits need for weights of a standard deviation below 0.002: it
+    is a normal number of float32. A processor may take one that is smaller than those for 0.
+    """
+    numbers = torch.finfo(dtype)
+    return _not_zero(scale.to(dtype).float(), max(numbers.tiny * numbers.eps, torch.finfo(torch.float32).tiny))
 
 
 def _not_zero(scale: torch.Tensor, least: float = torch.finfo(torch.float32).tiny) -> torch.Tensor:

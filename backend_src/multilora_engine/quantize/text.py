@@ -8,6 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from multilora_engine.errors import ConfigError
+from multilora_engine.models.registry import read_model_config
 
 SAMPLE_TEXT = Path(__file__).with_name("sample_text.txt")
 MAX_TOKENS = 32_768
@@ -19,7 +20,8 @@ _WINDOW_TOKENS = 512
 def token_windows(checkpoint: Path, text: Path) -> list[torch.Tensor]:
     """The first MAX_TOKENS tokens of a text file in UTF-8, cut into windows, each int64 [1, 2 to 512].
 
-    Raises ConfigError when the file cannot be read or has no two tokens, or the checkpoint has no tokenizer.
+    Raises ConfigError when the file cannot be read or has no two tokens, or the checkpoint has no tokenizer, or one of
+    another model.
     """
     try:
         content = text.read_text(encoding="utf-8")
@@ -34,6 +36,12 @@ def token_windows(checkpoint: Path, text: Path) -> list[torch.Tensor]:
     windows = [window for window in token_ids.split(_WINDOW_TOKENS, dim=1) if window.shape[1] > 1]
     if not windows:
         raise ConfigError(f"{text} has {token_ids.shape[1]} tokens; give a text of some pages")
+    largest, vocab_size = int(token_ids.max()), read_model_config(checkpoint).vocab_size
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"{checkpoint}: its tokenizer makes token {largest} of {text}, but vocab_size in config.json is "
+            f"{vocab_size}; give the checkpoint the tokenizer that its model was trained with"
+        )
     return windows
 
 

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.compressors import BaseCompressor, ModelCompressor
+from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 from safetensors.torch import load_file, save_file
-from support.loaded_weights import SHAPE, assert_read_as
+from support.loaded_weights import SHAPE, assert_read_as, small_llama
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.errors import ConfigError
+from multilora_engine.models.loader import load_model
+from multilora_engine.models.weights import Placement
 from multilora_engine.quantize import SAMPLE_TEXT, OuterOptions, Report, Scheme, calibration, quantize_checkpoint
 from multilora_engine.quantize.compensation import Activations, activations_of
 from multilora_engine.quantize.measure import load_float_model, perplexity, replace_weights
@@ -112,12 +114,35 @@ def test_transformers_computes_with_the_weights_that_perplexity_is_taken_of(
     replace_weights(plain, decompressed(tmp_path / "out").items())
     windows = token_windows(checkpoint, text)
     with torch.inference_mode():
-        # Of fp8 transformers rounds the activations, too; packed zero points it expects unpacked, and refuses.
+        # Of fp8 transformers rounds the activations, too; packed zero points it refuses.
         if scheme.name != "fp8" and scheme.is_symmetric:
             loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
             assert torch.equal(loaded(windows[0]).logits, plain(windows[0]).logits)
     assert report.perplexity_after == perplexity(plain, windows, ignore_progress)
     assert report.perplexity_after != report.perplexity_before
+
+
+@pytest.mark.parametrize("scheme", [Scheme("w4a16", 16, False), Scheme("w8a16", 16, False)], ids=Scheme.describe)
+def test_zero_points_lie_as_compressed_tensors_itself_packs_a_model_and_transformers_does_not_load_them(
+    checkpoint: Path, tmp_path: Path, scheme: Scheme
+) -> None:
+    quantize(checkpoint, tmp_path / "out", scheme)
+
+    model = LlamaForCausalLM.from_pretrained(checkpoint)
+    raw = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    config = QuantizationConfig.model_validate(raw | {"quantization_status": "initialized"})
+    apply_quantization_config(model, config)
+    for module in model.modules():
+        if hasattr(module, "weight_zero_point"):
+            scales, zeros = search_scales(module.weight.data, None, scheme.codes, 16, False, torch.bfloat16)
+            module.weight_scale.data, module.weight_zero_point.data = scales, zeros.to(torch.int8)
+    ModelCompressor(config).compress_model(model)
+    expected, written = model.state_dict(), read_tensors(tmp_path / "out")
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+    # `--help` says so.
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
 @pytest.mark.parametrize("scheme", [Scheme("w4a16"), Scheme("fp8")], ids=Scheme.describe)
@@ -198,6 +223,42 @@ def test_codes_of_tied_embeddings_under_a_head_of_floats_are_refused(tmp_path: P
 
     with pytest.raises(ConfigError, match="its head is its embeddings; leave --head none or --embeddings w8a16 out"):
         quantize(tmp_path / "in", tmp_path / "out", Scheme("w4a16"), outer=OuterOptions("none", True))
+
+
+@pytest.mark.parametrize("head", ["w8a16", "none"])
+def test_a_head_beside_the_embeddings_it_is_tied_to_has_to_be_equal(tmp_path: Path, head: str) -> None:
+    save_tiny_llama(tmp_path / "in", hidden_size=64, intermediate_size=96, tie_word_embeddings=True)
+    file = tmp_path / "in/model.safetensors"
+    tensors = load_file(file)
+    embeddings = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embeddings.clone()}, file)
+    quantize(tmp_path / "in", tmp_path / "same", Scheme("w8a16"), outer=OuterOptions(head))
+
+    save_file(tensors | {"lm_head.weight": embeddings * 1.01}, file)
+    message = (
+        "lm_head.weight differs from model.embed_tokens.weight although config.json says tie_word_embeddings; write"
+    )
+    with pytest.raises(ConfigError, match=message):
+        load_model(tmp_path / "in", Placement(torch.float32, torch.float32, torch.device("cpu")))
+    with pytest.raises(ConfigError, match=f'{message} "tie_word_embeddings": false in config.json to use it'):
+        quantize(tmp_path / "in", tmp_path / "out", Scheme("w8a16"), outer=OuterOptions(head))
+    assert not (tmp_path / "out").exists()
+
+
+def test_scales_below_the_normal_numbers_of_float16_are_read_by_all(tmp_path: Path) -> None:
+    model = small_llama(initializer_range=5e-4).half()
+    model.save_pretrained(tmp_path / "in")
+
+    quantize(tmp_path / "in", tmp_path / "out", Scheme("w8a16"))
+
+    scales = [t for name, t in read_tensors(tmp_path / "out").items() if name.endswith("weight_scale")]
+    assert all((scale != 0).all() and (scale.abs() < torch.finfo(torch.float16).tiny).all() for scale in scales)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    replace_weights(model.float(), decompressed(tmp_path / "out").items())
+    token_ids = torch.arange(SHAPE["vocab_size"])[None]
+    with torch.inference_mode():
+        assert torch.equal(loaded(token_ids).logits, model(token_ids).logits)
+    assert_read_as(tmp_path / "out", model)
 
 
 @pytest.mark.parametrize(("dtype", "scale_dtype"), [("bfloat16", "bfloat16"), ("float16", "float16")])
@@ -308,6 +369,13 @@ def test_perplexity_is_the_exponential_of_transformers_loss(checkpoint: Path, te
     assert perplexity(model, windows, ignore_progress) == pytest.approx(expected, rel=1e-5)
 
 
+def test_perplexity_that_no_float_holds_is_infinite(checkpoint: Path, text: Path) -> None:
+    model = load_float_model(checkpoint, torch.device("cpu"))
+    model.lm_head.weight.data *= 1e6
+
+    assert perplexity(model, token_windows(checkpoint, text), ignore_progress) == torch.inf
+
+
 def test_the_sample_text_is_of_some_pages() -> None:
     assert len(SAMPLE_TEXT.read_text().split()) > 1000
 
@@ -388,6 +456,37 @@ def test_a_text_of_less_than_two_tokens_is_refused(checkpoint: Path, tmp_path: P
         quantize(checkpoint, tmp_path / "out", Scheme("w8a16"), text=tmp_path / "text.txt")
 
 
+def test_a_tokenizer_with_tokens_beyond_the_vocabulary_is_refused(checkpoint: Path, tmp_path: Path, text: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "in")
+    tokenizer = json.loads((tmp_path / "in/tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["z"] = 400
+    (tmp_path / "in/tokenizer.json").write_text(json.dumps(tokenizer))
+
+    with pytest.raises(
+        ConfigError, match=r"makes token 400 of .*text\.txt, but vocab_size in config\.json is 311; give"
+    ):
+        quantize(tmp_path / "in", tmp_path / "out", Scheme("w8a16"), text=text)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("initializer_range", "wide", "'initializer_range' expected float, got str"),
+        ("pad_token_id", 400, "Padding_idx must be within num_embeddings"),
+        ("id2label", {"first": "yes"}, "invalid literal for int"),
+    ],
+)
+def test_a_value_that_transformers_refuses_is_refused_with_its_complaint(
+    checkpoint: Path, tmp_path: Path, field: str, value: object, message: str
+) -> None:
+    shutil.copytree(checkpoint, tmp_path / "in")
+    config = json.loads((tmp_path / "in/config.json").read_text())
+    (tmp_path / "in/config.json").write_text(json.dumps(config | {field: value}))
+
+    with pytest.raises(ConfigError, match=rf"(?s)in/config\.json: transformers refuses a value in it: .*{message}"):
+        quantize(tmp_path / "in", tmp_path / "out", Scheme("w8a16"))
+
+
 def test_a_checkpoint_without_a_tokenizer_needs_none_to_be_rounded(tmp_path: Path, text: Path) -> None:
     save_tiny_llama(tmp_path / "in", hidden_size=64, intermediate_size=96)
 
@@ -403,6 +502,7 @@ def test_a_checkpoint_without_a_tokenizer_needs_none_to_be_rounded(tmp_path: Pat
         ("model.layers.1.mlp.up_proj.weight", lambda _: None, "up_proj.weight is missing; config.json asks for"),
         ("model.layers.1.mlp.up_proj.weight", lambda t: t[1:].clone(), r"up_proj.weight is \[95, 64\]; config.json"),
         ("model.layers.1.mlp.up_proj.weight", lambda t: t.int(), "up_proj.weight is I32; F32, BF16, F16 are read"),
+        ("model.embed_tokens.weight", lambda t: t[1:].clone(), r"embed_tokens.weight is \[310, 64\]; config.json"),
         ("model.layers.1.mlp.gate.weight", lambda _: torch.ones(4, 64), "gate.weight is the weight of no linear"),
     ],
 )

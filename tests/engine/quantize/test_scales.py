@@ -117,6 +117,18 @@ def test_scales_of_float16_do_not_vanish() -> None:
     assert (scales.dtype, scales.isfinite().item(), scales.item() != 0) == (torch.float16, True, True)
 
 
+@pytest.mark.parametrize("group_size", [32, 256])
+@pytest.mark.parametrize("deviation", [0.02, 5e-4, 1e-4])
+def test_eight_bits_lose_little_of_float16_weights_however_small(deviation: float, group_size: int) -> None:
+    torch.manual_seed(2)
+    weight = (torch.randn(64, 256) * deviation).half()
+
+    scales, _ = search_scales(weight, None, IntegerCodes(8), group_size, True, torch.float16)
+
+    rounded = fake_quantize(weight.float(), scales.float(), None, make_args(8, "int", True, group_size))
+    assert (rounded - weight).square().mean().sqrt() < 0.01 * deviation
+
+
 def test_any_number_of_rows_gets_what_each_row_gets_alone() -> None:
     torch.manual_seed(9)
     weight = torch.randn(700, 96)
