@@ -23,6 +23,15 @@ from multilora_engine.errors import ConfigError
 from multilora_engine.lora_config import LoRAConfig
 
 _Switch = Literal["auto"] | bool
+_LEAST_HANG_TIMEOUT_S = 1.0
+_ADVICE = {
+    "byte_size": "write bytes, or a size like 4GiB",
+    "byte_size_unit": "write bytes, or a size like 4GiB",
+    "bool_parsing": "write true or false",
+    "int_parsing": "write a whole number",
+    "float_parsing": "write a number",
+}
+"""The advice for values that have not the type of their parameter, by pydantic's types of errors."""
 _ENVIRONMENT_REFERENCE = re.compile(r"\$\{(\w+)\}")
 
 
@@ -55,7 +64,7 @@ class EngineConfig(BaseModel):
         Literal["auto", "float32", "bfloat16", "float16"],
         Field(description="Type weights are stored in; `auto` is the checkpoint's on a CPU in float32, else `dtype`."),
     ] = "auto"
-    num_threads: Annotated[int, Field(ge=0, description="CPU threads of the engine; 0 is one per core.")] = 0
+    num_threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads of the engine; 0 is one per core.")] = 0
     max_model_len: Annotated[
         int, Field(ge=0, description="Longest prompt plus answer, in tokens; 0 is the checkpoint's own limit.")
     ] = 0
@@ -235,6 +244,16 @@ class EngineConfig(BaseModel):
             raise ValueError(
                 f"model_path: {self.model_path} has no config.json; give the directory of a Hugging Face checkpoint"
             )
+        if self.tokenizer_path is not None and not self.tokenizer_path.is_dir():
+            raise ValueError(
+                f"tokenizer_path: {self.tokenizer_path} is no directory; write one with a tokenizer, or nothing for "
+                "model_path"
+            )
+        if 0 < self.engine_hang_timeout_s < _LEAST_HANG_TIMEOUT_S:
+            raise ValueError(
+                f"engine_hang_timeout_s: {self.engine_hang_timeout_s:g} s are shorter than a healthy engine's pauses; "
+                f"write {_LEAST_HANG_TIMEOUT_S:g} or more, or 0 for never"
+            )
         if 0 < self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_seqs: {self.max_num_seqs} sequences cannot each get one token of max_num_batched_tokens "
@@ -304,9 +323,16 @@ def _expand(text: str, environ: Mapping[str, str]) -> str:
 
 
 def _explain(error: ValidationError) -> str:
-    parts = []
+    """The mistakes, by parameter. One that may be of several types has a mistake for each."""
+    parts: dict[str, list[str]] = {}
     for item in error.errors():
-        name = ".".join(str(p) for p in item["loc"])
-        message = item["msg"].removeprefix("Value error, ")
-        parts.append(f"parameter {name}={item['input']!r}: {message}" if name else f"parameter {message}")
-    return "; ".join(parts)
+        message = _ADVICE.get(item["type"], item["msg"].removeprefix("Value error, "))
+        name = f" {_name_of(item['loc'])}={item['input']!r}:" if item["loc"] else ""
+        parts.setdefault(f"parameter{name}", []).append(message)
+    return "; ".join(f"{name} {', or '.join(messages)}" for name, messages in parts.items())
+
+
+def _name_of(place: tuple[int | str, ...]) -> str:
+    """A parameter, or a value in one that is a list. Behind a parameter of several types stands that of the mistake."""
+    is_in_list = len(place) > 1 and isinstance(place[1], int)
+    return ".".join(map(str, place if is_in_list else place[:1]))

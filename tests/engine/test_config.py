@@ -55,6 +55,18 @@ def test_values_are_read_in_their_types(checkpoint: str) -> None:
             "max_num_seqs: 600 .*write max_num_seqs <= max_num_batched_tokens",
         ),
         ({"model_path": "/nowhere"}, "/nowhere has no config.json"),
+        ({"tokenizer_path": "/nowhere"}, "tokenizer_path: /nowhere is no directory"),
+        ({"num_threads": "100000"}, "parameter num_threads='100000'.*1024"),
+        ({"engine_hang_timeout_s": "0.1"}, "engine_hang_timeout_s: 0.1 s are shorter .*; write 1 or more, or 0"),
+        (
+            {"kv_cache_memory_bytes": "4 lots"},
+            "^parameter kv_cache_memory_bytes='4 lots': write bytes, or a size like 4GiB$",
+        ),
+        ({"enable_prefix_caching": "maybe"}, "^parameter enable_prefix_caching='maybe': write true or false$"),
+        (
+            {"enable_cuda_graphs": "perhaps"},
+            "^parameter enable_cuda_graphs='perhaps': Input should be 'auto', or write true or false$",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(checkpoint: str, parameters: dict[str, str], message: str) -> None:

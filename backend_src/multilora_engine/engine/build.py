@@ -48,9 +48,11 @@ CaptureDecode = Callable[
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
+    """Raises ConfigError for a GPU that is not there."""
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise ConfigError("parameter device=cuda: torch finds no GPU; write device=auto or device=cpu")
+    return torch.device("cuda" if has_gpu and config.device != "cpu" else "cpu")
 
 
 def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:

@@ -189,8 +189,8 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) ->
     wanted = config.max_model_len or model.max_position_embeddings
     if config.max_model_len > kv_tokens or kv_tokens == 0:
         raise ConfigError(
-            f"the KV cache holds {kv_tokens} tokens, fewer than max_model_len ({wanted}); raise kv_cache_memory_bytes "
-            "or write a smaller max_model_len"
+            f"the KV cache holds {kv_tokens} tokens in blocks of {config.block_size}, fewer than max_model_len "
+            f"({wanted}); raise kv_cache_memory_bytes, or write a smaller max_model_len or block_size"
         )
     return min(wanted, kv_tokens)
 

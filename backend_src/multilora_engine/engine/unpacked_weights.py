@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import logging
 import time
@@ -9,13 +10,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
 
 from multilora_engine.engine.engine_stats import WeightStats
 from multilora_engine.engine.memory import is_out_of_memory
-from multilora_engine.engine.weight_info import PathChoice, WeightInfo
+from multilora_engine.engine.weight_info import PathChoice, WeightInfo, is_glob
 from multilora_engine.errors import ConfigError, InternalError, InvalidRequest, UnpackedWeightsFull, WeightsBusy
 from multilora_engine.models.model import Model
 from multilora_engine.models.weights import MEASURED_ROWS, WeightSwitch
@@ -82,6 +82,7 @@ class UnpackedWeights:
         """max_bytes: of all floats together. `start` comes before everything else."""
         self._model = model
         self._switches = list(model.weight_switches)
+        self._places = {name: place for place, switch in enumerate(self._switches) for name in switch.names}
         self._max_bytes = max_bytes
         self._packed_bytes = sum(model.weight_bytes.values())
         self._worker = ThreadPoolExecutor(1, "unpack")
@@ -113,12 +114,18 @@ class UnpackedWeights:
     def unpack(self, patterns: Sequence[str], choice: PathChoice) -> PendingWeights:
         """Make floats of the weights. choice: `auto` takes them where they were faster, `unpacked` always.
 
-        Raises as `pack`, and UnpackedWeightsFull where they exceed the budget; nothing has changed then.
+        Raises as `pack`, and where they exceed the budget UnpackedWeightsFull, or InvalidRequest if they always would;
+        nothing has changed then.
         """
         found = self._find(patterns)
         self._check_idle()
         new = [switch for switch in found if switch.floats is None]
         needed = sum(switch.codes.unpacked_nbytes for switch in new)
+        if needed > self._max_bytes:
+            raise InvalidRequest(
+                f"the floats of {len(new)} weights take {needed} bytes, and unpacked_weights_memory_bytes is "
+                f"{self._max_bytes}; unpack fewer, or start the server with more"
+            )
         if self._unpacked_bytes + needed > self._max_bytes:
             raise UnpackedWeightsFull(len(new), needed, self._unpacked_bytes, self._max_bytes)
         self._is_unpacking = True
@@ -132,6 +139,8 @@ class UnpackedWeights:
         memory is not equally fast everywhere, and passing ones of the other kinds.
         Raises ConfigError for a pattern that means no weight, too small a budget or a lack of memory.
         """
+        if self._max_bytes and not self._switches:
+            _logger.warning("unpacked_weights_memory_bytes does nothing: the model has no quantised weights")
         try:
             found = self._find(patterns)
             needed = sum(switch.codes.unpacked_nbytes for switch in found)
@@ -185,14 +194,18 @@ class UnpackedWeights:
             raise WeightsBusy
 
     def _find(self, patterns: Sequence[str]) -> list[WeightSwitch]:
-        for pattern in patterns:
-            if not any(_matches(switch, pattern) for switch in self._switches):
+        found: set[int] = set()
+        for pattern in dict.fromkeys(patterns):
+            names = fnmatch.filter(self._places, pattern) if is_glob(pattern) else [pattern]
+            places = {self._places[name] for name in names if name in self._places}
+            if not places:
                 raise InvalidRequest(
-                    f"no quantised weight of the model is named {pattern[:200]!r}; the operation weights lists them"
-                    if self._switches
+                    f"no quantised weight of the model is named {pattern[:200]!r}; one is {next(iter(self._places))}"
+                    if self._places
                     else "the model has no quantised weights"
                 )
-        return [switch for switch in self._switches if any(_matches(switch, pattern) for pattern in patterns)]
+            found |= places
+        return [self._switches[place] for place in sorted(found)]
 
     def _compare(self, floats: Mapping[int, PackedWeight]) -> None:
         """Compare the products of each kind of weight that the budget can hold. floats: those there are, by id."""
@@ -268,10 +281,6 @@ def _seconds(product: Callable[[torch.Tensor], object], x: torch.Tensor) -> floa
 
 def _shape(switch: WeightSwitch) -> _Shape:
     return switch.codes.shape, switch.kind, switch.codes.group_size
-
-
-def _matches(switch: WeightSwitch, pattern: str) -> bool:
-    return any(fnmatchcase(name, pattern) for name in switch.names)
 
 
 def _describe(switch: WeightSwitch) -> WeightInfo:

@@ -10,6 +10,11 @@ PathChoice = Literal["auto", "unpacked"]
 """How an unpacked weight is multiplied: by the measured faster path of each row count, or always as floats."""
 
 
+def is_glob(name: str) -> bool:
+    """Whether a name of weights may mean several."""
+    return any(character in name for character in "*?[")
+
+
 class WeightInfo(msgspec.Struct, frozen=True):
     """modules: of the checkpoint; several that lie together are packed and unpacked together. kind: of the codes.
 

@@ -229,7 +229,10 @@ def _check_metadata(metadata: _Metadata, lora_task_id: TaskId, layout: AdapterLa
     except msgspec.MsgspecError as error:
         raise DamagedFile(f"its layout is none of ours: {error}") from None
     if stored.version != layout.version:
-        raise DamagedFile(f"its layout has version {stored.version}, this server's has {layout.version}")
+        raise DamagedFile(
+            f"its layout has version {stored.version}, this server's has {layout.version}: it is of another lora_dtype "
+            "or release"
+        )
     if stored != _StoredLayout.of(layout):
         raise DamagedFile("its layout is another model's, or of other lora parameters")
     if metadata.lora_task_id != label_of(lora_task_id):

@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import re
+import stat
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ from multilora_engine.lora.adapter_state import File
 from multilora_engine.lora.format import any_dora, ranks_of
 from multilora_engine.lora.layout import PackedRow, page_shape
 from multilora_engine.lora.life_cycle import OnEvent, TierStats, adapter_event, ignore_event
-from multilora_engine.lora.names import TaskId, label_of
+from multilora_engine.lora.names import TaskId, label_of, parse_label
 from multilora_wire.adapter_event import EventKind
 from multilora_wire.layout import AdapterLayout
 
@@ -107,6 +108,7 @@ class DiskTier:
         self._adapters: OrderedDict[TaskId, DiskAdapter] = OrderedDict()
         self._writes: deque[_Write] = deque()
         self._wanted: dict[TaskId, _Write] = {}
+        self._unreadable: OrderedDict[Path, int] = OrderedDict()
         self._bytes_used = 0
         self._hits = self._misses = self._evictions = self._copies = self._failures = 0
         self._copy_seconds = 0.0
@@ -172,8 +174,12 @@ class DiskTier:
             self._note_failure(lora_task_id, error)
             on_written(File.REFUSED)
             return _failed(error)
+        self._bytes_used -= self._unreadable.pop(self._path(lora_task_id), 0)
         while self._bytes_used + size > self._num_bytes:
-            on_deleted(self._delete_oldest())
+            if self._unreadable:
+                self._delete_unreadable()
+            else:
+                on_deleted(self._delete_oldest())
         self._bytes_used += size
         shape = page_shape(rows, len(pages), self._layout)
         ranks, is_dora = ranks_of(rows), any_dora(rows)
@@ -251,7 +257,9 @@ class DiskTier:
     def check_integrity(self) -> None:
         being_written = [write.adapter for write in self._wanted.values()]
         files = [*self._adapters.values(), *being_written]
-        assert self._bytes_used == sum(adapter.num_bytes for adapter in files) <= self._num_bytes
+        num_bytes = sum(adapter.num_bytes for adapter in files) + sum(self._unreadable.values())
+        assert self._bytes_used == num_bytes <= self._num_bytes
+        assert not {self._path(adapter.lora_task_id) for adapter in files} & self._unreadable.keys()
         assert len({adapter.lora_task_id for adapter in files}) == len(files)
         assert set(self._wanted.values()) <= set(self._writes)
 
@@ -276,15 +284,25 @@ class DiskTier:
                     found.append(describe_file(path, self._layout))
             except (OSError, DamagedFile) as error:
                 unusable.setdefault(str(error), []).append(path.name)
+                self._unreadable.update(_size_of_ours(path))
         for reason, (name, *others) in unusable.items():
             names = f"{name} and {len(others)} more in lora_cache_dir are" if others else f"{name} in lora_cache_dir is"
-            _logger.warning("%s not used: %s", names, reason)
+            _logger.warning("%s not used, and deleted when others need the room: %s", names, reason)
         found.sort(key=lambda adapter: adapter.last_used_s)
         self._adapters.update((adapter.lora_task_id, adapter) for adapter in found)
-        self._bytes_used = sum(adapter.num_bytes for adapter in found)
+        self._bytes_used = sum(adapter.num_bytes for adapter in found) + sum(self._unreadable.values())
         while self._bytes_used > self._num_bytes:
-            self._delete_oldest()
+            if self._unreadable:
+                self._delete_unreadable()
+            else:
+                self._delete_oldest()
         _logger.info("disk tier: %d adapters found in %s", len(self), self._directory)
+
+    def _delete_unreadable(self) -> None:
+        """Delete a file of an adapter that is stored in another way, or damaged."""
+        path, num_bytes = self._unreadable.popitem(last=False)
+        self._bytes_used -= num_bytes
+        self._writer.submit(_unlink, path)
 
     def _delete_oldest(self) -> TaskId:
         lora_task_id = next(chain(self._adapters, self._wanted))
@@ -336,6 +354,16 @@ def _unlink(path: Path) -> None:
         path.unlink(missing_ok=True)
     except OSError:
         _logger.exception("%s cannot be deleted; the next start would find it", path)
+
+
+def _size_of_ours(path: Path) -> dict[Path, int]:
+    """The size of a file that has the name of an adapter's; empty for anything else, which is left alone."""
+    try:
+        parse_label(path.stem)
+        status = path.lstat()
+    except (ValueError, OSError):
+        return {}
+    return {path: status.st_size} if stat.S_ISREG(status.st_mode) else {}
 
 
 def _lock(directory: Path) -> int:

@@ -5,14 +5,17 @@ The same structs are the JSON of the model `adapters`, told apart by the key `op
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
-from multilora_engine.engine.weight_info import PathChoice
+from multilora_engine.engine.weight_info import PathChoice, is_glob
 from multilora_engine.errors import InvalidRequest
 
 _MAX_TASK_ID = 2**64 - 1
+_MAX_NAMES, _MAX_GLOBS, _MAX_NAME_CHARS = 1024, 64, 256
+
+_Action = Literal["list", "pack", "unpack"]
 
 
 class _Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="operation"):
@@ -86,13 +89,24 @@ class DescribeModel(_Operation, frozen=True, tag="describe"):
 class SwitchWeights(_Operation, frozen=True, tag="weights"):
     """The quantised weights of the model: `list` them, `unpack` them to floats beside their codes, or `pack` them.
 
-    modules: names of the checkpoint, or globs like `model.layers.0.*`; every one must mean a weight.
+    modules: names of the checkpoint, or globs like `model.layers.0.*`; every one must mean a weight. The engine looks
+        for them between two steps, so they are few.
     path: of an unpacked weight: `auto` takes its floats where they were measured to be faster, `unpacked` always.
     """
 
-    action: Literal["list", "pack", "unpack"] = "list"
+    action: _Action = "list"
     modules: list[str] = msgspec.field(default_factory=lambda: ["*"])
     path: PathChoice = "auto"
+
+    def __post_init__(self) -> None:
+        num_globs = sum(is_glob(name) for name in self.modules)
+        if not 0 < len(self.modules) <= _MAX_NAMES or num_globs > _MAX_GLOBS:
+            raise ValueError(
+                f"modules has {len(self.modules)} names, of which {num_globs} are globs; expected 1 to {_MAX_NAMES}, "
+                f"and {_MAX_GLOBS} globs at most"
+            )
+        if (longest := max(map(len, self.modules))) > _MAX_NAME_CHARS:
+            raise ValueError(f"modules has a name of {longest} characters, at most {_MAX_NAME_CHARS} are accepted")
 
 
 Operation = (
@@ -108,6 +122,8 @@ Operation = (
     | SwitchWeights
 )
 
+_CHOICES = {"$.action": get_args(_Action), "$.path": get_args(PathChoice)}
+
 _decoder: msgspec.json.Decoder[Operation] = msgspec.json.Decoder(Operation)
 
 
@@ -116,4 +132,6 @@ def parse_operation(text: str) -> Operation:
     try:
         return _decoder.decode(text)
     except msgspec.MsgspecError as error:
-        raise InvalidRequest(f"not an operation on adapters: {error}") from None
+        choices = next((values for place, values in _CHOICES.items() if f"`{place}`" in str(error)), ())
+        advice = f"; expected {' or '.join(choices)}" if choices else ""
+        raise InvalidRequest(f"not an operation on adapters or weights: {error}{advice}") from None

@@ -233,9 +233,13 @@ def test_an_unpack_beyond_the_budget_is_refused_with_the_numbers(
 ) -> None:
     engine = serve(directory, oracle, default_model_dir, 0)
     needed = sum(weight.needed_bytes for weight in engine.weights.describe(["*.down_proj"]))
-    with pytest.raises(UnpackedWeightsFull, match=f"3 weights take {needed} bytes, those of others 0, .* is 0;"):
+    with pytest.raises(InvalidRequest, match=f"3 weights take {needed} bytes, .* is 0; unpack fewer, or start"):
         engine.weights.unpack(["*.down_proj"], "auto")
     assert engine.stats.weights.unpacked_bytes == 0
+    engine.close()
+    engine = serve(directory, oracle, default_model_dir, needed, "*.down_proj")
+    with pytest.raises(UnpackedWeightsFull, match=f"those of others {needed}, .* is {needed}; pack others first"):
+        engine.weights.unpack(["*.layers.0.mlp.gate_proj"], "auto")
     engine.close()
 
 

@@ -399,7 +399,8 @@ def test_files_of_an_older_version_are_named_in_one_line_and_give_way_to_new_one
     tier = DiskTier(filled, 1 << 20, TINY)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warning == (
-        "1.safetensors and 1 more in lora_cache_dir are not used: its format version is 1, this server's is 3"
+        "1.safetensors and 1 more in lora_cache_dir are not used, and deleted when others need the room: its format "
+        "version is 1, this server's is 3"
     )
     assert len(tier) == 0
     store(tier, 1, FIRST)
@@ -408,11 +409,25 @@ def test_files_of_an_older_version_are_named_in_one_line_and_give_way_to_new_one
     assert_reads(again, 1, FIRST)
 
 
-def test_files_of_another_layout_are_left_alone(filled: Path, tiers: list[DiskTier]) -> None:
+def test_files_of_another_layout_are_left_alone_until_others_need_the_room(filled: Path, tiers: list[DiskTier]) -> None:
     other = replace(TINY, max_rank=8)
-    tiers.append(tier := DiskTier(filled, 1 << 20, other))
-    assert len(tier) == 0
-    assert (filled / "1.safetensors").exists()
+    sizes = {path: path.stat().st_size for path in filled.iterdir()}
+    assert set(sizes) == {filled / "1.safetensors", filled / "2.safetensors"}
+    (filled / "notes.safetensors").write_bytes(b"of somebody else")
+    tier = DiskTier(filled, 1 << 20, other)
+    assert (len(tier), tier.stats.bytes_used) == (0, sum(sizes.values()))
+    assert all(path.exists() for path in sizes)
+    tier.close()
+    least = max(sizes.values())
+    tier = DiskTier(filled, least, other)
+    tier.check_integrity()
+    tier.close()
+    assert sum(path.exists() for path in sizes) == 1
+    tiers.append(tier := DiskTier(filled, least, TINY))
+    store(tier, 3, FIRST)
+    tier.check_integrity()
+    assert_reads(tier, 3, FIRST)
+    assert (filled / "notes.safetensors").exists()
 
 
 @pytest.mark.parametrize("damage", [_truncate, _claim_4_gib, _link_outside, _older_format, Path.unlink])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from multilora_engine.errors import InvalidRequest
@@ -47,3 +49,25 @@ def test_what_is_no_operation_is_refused_by_name(text: str, reason: str) -> None
     with pytest.raises(InvalidRequest, match="not an operation on adapters") as caught:
         parse_operation(text)
     assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ([], "modules has 0 names"),
+        (["*"] * 65, "modules has 65 names, of which 65 are globs; expected 1 to 1024, and 64 globs at most"),
+        (["lm_head"] * 1025, "modules has 1025 names"),
+        (["x" * 257], "modules has a name of 257 characters, at most 256"),
+    ],
+)
+def test_weights_are_named_by_few_short_names(modules: list[str], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        parse_operation(json.dumps({"operation": "weights", "modules": modules}))
+    most = ["lm_head"] * 960 + ["x" * 255 + "*"] * 64
+    assert parse_operation(json.dumps({"operation": "weights", "modules": most})) == SwitchWeights("list", most)
+
+
+@pytest.mark.parametrize(("key", "values"), [("action", "list or pack or unpack"), ("path", "auto or unpacked")])
+def test_a_choice_that_there_is_not_is_refused_with_those_there_are(key: str, values: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"'repack' .*; expected {values}"):
+        parse_operation(f'{{"operation": "weights", "{key}": "repack"}}')

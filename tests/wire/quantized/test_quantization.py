@@ -171,7 +171,11 @@ def test_modules_that_adapters_may_change(
     ("file", "values", "message"),
     [
         ("config.json", {"quantization": {"group_size": 64, "bits": 4}}, "config.json: .*'MLX' is not served.*again"),
-        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "hf_quant_config.json: .*'modelopt' is not"),
+        (
+            "hf_quant_config.json",
+            {"quantization": {"quant_algo": "NVFP4"}},
+            "hf_quant_config.json: .*'modelopt' is not",
+        ),
     ],
 )
 def test_formats_that_tell_of_themselves_elsewhere_are_refused_by_name(

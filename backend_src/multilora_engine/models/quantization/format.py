@@ -25,6 +25,7 @@ from multilora_engine.models.weights import (
     WeightFormat,
     num_outputs,
 )
+from multilora_kernels.interpreter import has_gpu_operators
 from multilora_wire.module_names import FUSED_NAMES
 from multilora_wire.quantized.names import ModuleClass
 from multilora_wire.quantized.quantization import Quantization, read_quantization
@@ -126,6 +127,11 @@ def weight_format(checkpoint: Checkpoint, placement: Placement) -> WeightFormat:
     quantization = _read(checkpoint.path)
     if quantization.schemes is None:
         return FloatFormat(placement)
+    if placement.dtype == torch.float16 and not has_gpu_operators(placement.device):
+        raise ConfigError(
+            "parameter dtype=float16: on a CPU quantised weights are multiplied in float32 or bfloat16; write one of "
+            "these, or auto"
+        )
     for note in quantization.schemes.notes:
         _logger.warning("%s: %s", checkpoint.path, note)
     return CheckpointFormat(placement, checkpoint, quantization)

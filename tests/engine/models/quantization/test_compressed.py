@@ -13,12 +13,12 @@ import torch
 from compressed_tensors.compressors.pack_quantized import pack_to_int32, unpack_from_int32
 from safetensors.torch import load_file, save_file
 from support.compressed_checkpoints import change_config, save_compressed
-from support.loaded_weights import LINEARS, assert_read_as, assert_same_weights, load, small_llama
+from support.loaded_weights import CPU, LINEARS, assert_read_as, assert_same_weights, load, small_llama
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.decoder import Decoder
-from multilora_engine.models.loader import stored_dtype
-from multilora_engine.models.weights import LinearWeight
+from multilora_engine.models.loader import load_model, stored_dtype
+from multilora_engine.models.weights import LinearWeight, Placement
 
 WEIGHTS = "model.safetensors"
 Q = "model.layers.0.self_attn.q_proj"
@@ -82,6 +82,12 @@ def test_a_byte_a_code_with_activations_that_stay_floats(
         assert_read_as(tmp_path, model)
     is_said = "input_activations of 8 bits" in caplog.text and "they stay floats" in caplog.text
     assert is_said == (activations is not None)
+
+
+def test_codes_are_not_multiplied_in_float16_on_a_cpu(tmp_path: Path) -> None:
+    save_compressed(small_llama(), tmp_path, groups(integers(4, True, "group", group_size=8)), ignore=["lm_head"])
+    with pytest.raises(ConfigError, match=r"parameter dtype=float16: on a CPU .* write one of these, or auto"):
+        load_model(tmp_path, Placement(torch.float16, torch.float16, CPU))
 
 
 def test_scales_of_16_bits_stay_as_they_are(tmp_path: Path) -> None:
