@@ -131,8 +131,8 @@ class StreamReply(Reply):
         self._interval = interval
 
     def _fail(self, error: RequestError) -> None:
-        for request_id in list(self._untold):
-            self._tell(request_id)
+        for outputs in self._untold.values():
+            self._tell(_joined(outputs))
         super()._fail(error)
 
     def _answer(self, output: TokenOutput) -> None:
@@ -145,18 +145,26 @@ class StreamReply(Reply):
             return
         if output.is_final:
             self._open.remove(output.request_id)
-        self._untold[output.request_id].append(output)
         num_told = self._num_told[output.request_id]
-        if output.is_final or num_told == 0 or output.num_output_tokens - num_told >= self._interval:
-            self._tell(output.request_id)
+        if not output.is_final and num_told > 0 and output.num_output_tokens - num_told < self._interval:
+            self._untold[output.request_id].append(output)
+            return
+        if output.request_id in self._untold:
+            output = _joined([*self._untold.pop(output.request_id), output])
+        self._tell(output)
 
-    def _tell(self, request_id: str) -> None:
-        """Make a response of the outputs that have waited for each other."""
-        (output,) = join_outputs(self._untold.pop(request_id))
-        logits = self._prompt_logits.pop(request_id, None)
-        answer = self._rows[request_id].answer(output, self._num_told[request_id], logits.rows if logits else None)
-        self._num_told[request_id] = output.num_output_tokens
+    def _tell(self, output: TokenOutput) -> None:
+        row, num_told = self._rows[output.request_id], self._num_told[output.request_id]
+        logits = self._prompt_logits.pop(output.request_id, None)
+        answer = row.answer(output, num_told, logits.rows if logits else None)
+        self._num_told[output.request_id] = output.num_output_tokens
         self._responder.respond([answer], self._pad_id, is_final=not self._open)
+
+
+def _joined(outputs: Sequence[TokenOutput]) -> TokenOutput:
+    """One output for those of a request that waited for each other."""
+    (output,) = join_outputs(outputs)
+    return output
 
 
 @dataclass
