@@ -1,4 +1,4 @@
-"""What a request may ask for and this server would not do: it is refused, never left out in silence.
+"""Refuses requests for things that this server would otherwise leave out in silence.
 
 Inputs of TensorRT-LLM's models that stand for features this server does not have are declared so that a client that
 sends them is told of the feature. Triton refuses undeclared inputs by their names, but for those of HTTP generate and

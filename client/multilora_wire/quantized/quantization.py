@@ -50,7 +50,7 @@ _READERS: Mapping[str, Callable[[Object], Schemes]] = {
 }
 _CONFIG_KEYS = ("quantization_config", "compression_config")
 _OTHER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-"""The files in which AutoGPTQ, AutoAWQ and NVIDIA's modelopt write, or wrote, what others put into config.json."""
+"""The files in which AutoGPTQ, AutoAWQ and NVIDIA's modelopt write the data that others put into config.json."""
 _MARKS = {
     "compressed-tensors": ("config_groups", "sparsity_config"),
     "bitsandbytes": ("load_in_8bit", "load_in_4bit"),
