@@ -82,7 +82,9 @@ def refuse_unsupported(inputs: InputTensors) -> None:
 
 _ADAPTER_WORDS = ("lora", "adapter")
 
-_OTHER_NAMES = {**ENSEMBLE_NAMES, **{ours: theirs for theirs, ours in ENSEMBLE_NAMES.items()}}
+_SAMPLING_NAMES = {theirs: ours for theirs, ours in ENSEMBLE_NAMES.items() if ours != "streaming"}
+_OTHER_NAMES = {**_SAMPLING_NAMES, **{ours: theirs for theirs, ours in _SAMPLING_NAMES.items()}}
+"""Without `streaming`, which upstream's gRPC clients also send as a parameter."""
 
 _NOTHING = frozenset({"false", "0", "0.0", ""})
 
