@@ -175,11 +175,7 @@ class DiskTier:
             on_written(File.REFUSED)
             return _failed(error)
         self._bytes_used -= self._unreadable.pop(self._path(lora_task_id), 0)
-        while self._bytes_used + size > self._num_bytes:
-            if self._unreadable:
-                self._delete_unreadable()
-            else:
-                on_deleted(self._delete_oldest())
+        self._make_room(size, on_deleted)
         self._bytes_used += size
         shape = page_shape(rows, len(pages), self._layout)
         ranks, is_dora = ranks_of(rows), any_dora(rows)
@@ -291,12 +287,15 @@ class DiskTier:
         found.sort(key=lambda adapter: adapter.last_used_s)
         self._adapters.update((adapter.lora_task_id, adapter) for adapter in found)
         self._bytes_used = sum(adapter.num_bytes for adapter in found) + sum(self._unreadable.values())
-        while self._bytes_used > self._num_bytes:
+        self._make_room(0)
+        _logger.info("disk tier: %d adapters found in %s", len(self), self._directory)
+
+    def _make_room(self, num_bytes: int, on_deleted: OnDeleted = lambda lora_task_id: None) -> None:
+        while self._bytes_used + num_bytes > self._num_bytes:
             if self._unreadable:
                 self._delete_unreadable()
             else:
-                self._delete_oldest()
-        _logger.info("disk tier: %d adapters found in %s", len(self), self._directory)
+                on_deleted(self._delete_oldest())
 
     def _delete_unreadable(self) -> None:
         """Delete a file of an adapter that is stored in another way, or damaged."""
