@@ -28,7 +28,7 @@ from multilora_wire.quantized.scheme import (
 )
 
 _INDEX_FILE = "model.safetensors.index.json"
-_WEIGHTS_FILE = "model.safetensors"
+_SINGLE_FILE = "model.safetensors"
 _CONFIG_FILE = "config.json"
 _LENGTH_BYTES = 8
 _FLOATS = {"F16": "<f2", "BF16": "<u2", "F32": "<f4"}
@@ -103,7 +103,7 @@ class BaseWeights:
                 yield unordered
 
     def _path(self, name: str) -> Path:
-        return self._directory / self._file_of.get(name, _WEIGHTS_FILE)
+        return self._directory / self._file_of.get(name, _SINGLE_FILE)
 
     def _has(self, name: str) -> bool:
         return self._stored(name) is not None
@@ -154,9 +154,9 @@ def _float8_values() -> npt.NDArray[np.float32]:
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
-    """The file in `directory` that holds each tensor; empty when one file holds all."""
+    """The file in `directory` that holds each tensor; empty when one file holds all, as the engine reads it."""
     path = directory / _INDEX_FILE
-    if not path.is_file():
+    if (directory / _SINGLE_FILE).is_file() or not path.is_file():
         return {}
     try:
         files: dict[str, str] = json.loads(path.read_bytes())["weight_map"]

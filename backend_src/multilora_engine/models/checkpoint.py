@@ -15,8 +15,8 @@ from multilora_engine.errors import ConfigError
 from multilora_wire.quantized.gguf import GGUF_ADVICE, gguf_files
 from multilora_wire.quantized.scheme import StoredTensor
 
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 
 
 class Checkpoint:
@@ -53,23 +53,23 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def checkpoint_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: the one, or those the index names, in order. Raises ConfigError."""
-    if (path / _INDEX_FILE).is_file():
+    """The safetensors files of a checkpoint: the one, or those that the index names, in order. Raises ConfigError."""
+    if (path / SINGLE_FILE).is_file():  # transformers takes it, too, where an older index lies beside it
+        return [path / SINGLE_FILE]
+    if (path / INDEX_FILE).is_file():
         return _indexed_files(path)
-    if (path / _SINGLE_FILE).is_file():
-        return [path / _SINGLE_FILE]
     if gguf := gguf_files(path):
         raise ConfigError(f"{path} has only {', '.join(gguf)}: {GGUF_ADVICE}")
     pickles = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(path.glob(pattern))]
     reason = f"it has only {', '.join(pickles)}, and pickle files can run code" if pickles else "it has neither"
     raise ConfigError(
-        f"{path} needs {_SINGLE_FILE} or {_INDEX_FILE}: {reason}. "
+        f"{path} needs {SINGLE_FILE} or {INDEX_FILE}: {reason}. "
         "Save it again with transformers: model.save_pretrained(directory)"
     )
 
 
 def _indexed_files(path: Path) -> list[Path]:
-    index = path / _INDEX_FILE
+    index = path / INDEX_FILE
     try:
         names = dict.fromkeys(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -18,6 +18,8 @@ from multilora_kernels import PackedLayer
 
 class Cohere2Config(HFConfig):
     knows_layer_types: ClassVar[bool] = True
+    unread: ClassVar[tuple[str, ...]] = ("mlp_bias",)
+    norm_eps_field: ClassVar[str] = "layer_norm_eps"
     vocab_size: int = 256000
     hidden_size: int = 8192
     intermediate_size: int = 22528

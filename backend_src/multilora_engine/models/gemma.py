@@ -22,6 +22,8 @@ _NORM_OFFSET = 1.0
 
 class Gemma2Config(HFConfig):
     knows_layer_types: ClassVar[bool] = True
+    unread: ClassVar[tuple[str, ...]] = ("mlp_bias",)
+    activation_field: ClassVar[str] = "hidden_activation"
     vocab_size: int = 256000
     hidden_size: int = 2304
     intermediate_size: int = 9216
@@ -30,7 +32,6 @@ class Gemma2Config(HFConfig):
     num_key_value_heads: int = 4
     head_dim: int = 256
     max_position_embeddings: int = 8192
-    hidden_act: str | None = None
     hidden_activation: str = "gelu_pytorch_tanh"
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
@@ -116,8 +117,8 @@ def read_gemma2(hf: Gemma2Config, config: ModelConfig) -> ModelConfig:
 
 
 def read_gemma3(hf: Gemma3Config, config: ModelConfig) -> ModelConfig:
-    """Gemma 3 is Gemma 2 with norms of queries and keys and rotary embeddings of their own for local layers."""
-    return read_gemma2(hf, config)
+    """Gemma 2 with norms of queries and keys in the place of caps of scores, and own ropes for local layers."""
+    return replace(read_gemma2(hf, config), attention_softcap=0.0)
 
 
 GEMMA2 = Architecture(_gemma2_layer, _final_norm)

@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 from multilora_engine.models.builder import Builder
 from multilora_engine.models.decoder import Architecture
-from multilora_engine.models.hf_config import HFConfig
+from multilora_engine.models.hf_config import WINDOWS, HFConfig
 from multilora_engine.models.layers import Attention, GatedMLP, PreNormLayer, SandwichLayer
 from multilora_engine.models.model_config import ModelConfig
 
 
 class GlmConfig(HFConfig):
+    unread: ClassVar[tuple[str, ...]] = (*WINDOWS, "mlp_bias")
     vocab_size: int = 151552
     hidden_size: int = 4096
     intermediate_size: int = 13696

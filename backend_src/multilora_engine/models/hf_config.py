@@ -16,18 +16,36 @@ from multilora_engine.errors import ConfigError
 _SCALED = ("llama3", "yarn", "longrope")
 """Types of rotary embeddings that know the length of the prompts before they were scaled."""
 
+WINDOWS = ("sliding_window", "layer_types")
+
+_POSITIVE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+
 _OLD_LAYER_TYPES = {"attention": "full_attention"}
 
 
 class HFConfig(msgspec.Struct, kw_only=True):
     """The fields under the names that nearly all decoders share; None stands for a field that is not written.
 
+    original_max_position_embeddings: where it is written beside the rotary embeddings' own one, it counts.
     rope_scaling, rope_theta, partial_rotary_factor: older spellings of items of `rope_parameters`, which has them all
     once the config is `complete`.
     """
 
     knows_layer_types: ClassVar[bool] = False
     """Whether `rope_parameters` may have an object for each of `layer_types`."""
+
+    unread: ClassVar[tuple[str, ...]] = ()
+    """The fields that mean nothing to the family's layers, whatever a checkpoint has in them."""
+
+    norm_eps_field: ClassVar[str] = "rms_norm_eps"
+    activation_field: ClassVar[str] = "hidden_act"
 
     vocab_size: int
     hidden_size: int
@@ -37,6 +55,8 @@ class HFConfig(msgspec.Struct, kw_only=True):
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     max_position_embeddings: int
+    original_max_position_embeddings: Any = None
+    is_causal: bool | None = None
     hidden_act: str | None = "silu"
     hidden_activation: str | None = None
     rms_norm_eps: float | None = None
@@ -55,8 +75,11 @@ class HFConfig(msgspec.Struct, kw_only=True):
 
     def complete(self) -> None:
         """Fill in the fields that follow from others. Raises ConfigError where fields contradict each other."""
-        if self.num_attention_heads < 1:
-            raise ConfigError(f"config.json: num_attention_heads {self.num_attention_heads} must be positive")
+        for name in _POSITIVE:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"config.json: {name} {getattr(self, name)} must be positive")
+        if self.is_causal is False:
+            raise ConfigError("config.json: is_causal false is not supported: answers come token by token; write true")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         self.fill_in()
@@ -70,6 +93,8 @@ class HFConfig(msgspec.Struct, kw_only=True):
                     f"config.json: layer_types has {len(self.layer_types)} items and num_hidden_layers is "
                     f"{self.num_hidden_layers}"
                 )
+        for name in self.unread:
+            setattr(self, name, None)
 
     def fill_in(self) -> None:
         """The family's own part of `complete`."""
@@ -82,7 +107,7 @@ class HFConfig(msgspec.Struct, kw_only=True):
             if not isinstance(own, dict | None):
                 raise ConfigError(f"config.json: rope_parameters of {name} must be an object, got {own!r}")
         if not by_type or not self.knows_layer_types:
-            return self._with_defaults(parameters)
+            return self._with_original_length(self._with_defaults(parameters))
         return parameters | {name: self._with_defaults(own) for name, own in by_type.items() if own is not None}
 
     def _with_defaults(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,6 +115,12 @@ class HFConfig(msgspec.Struct, kw_only=True):
         if self.partial_rotary_factor is not None:
             defaults["partial_rotary_factor"] = self.partial_rotary_factor
         return with_rope_type(defaults | dict(parameters), self.max_position_embeddings)
+
+    def _with_original_length(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        """Of all layers. transformers lets the field of the whole config count for these only."""
+        if self.original_max_position_embeddings is not None and parameters["rope_type"] in _SCALED:
+            parameters["original_max_position_embeddings"] = self.original_max_position_embeddings
+        return parameters
 
     def check_heads(self) -> None:
         """Raises ConfigError unless the hidden size is divided among the heads without rest."""
@@ -140,6 +171,8 @@ def read_hf_config(raw: Mapping[str, Any], fields: Callable[..., _Fields]) -> _F
 def with_rope_type(parameters: dict[str, Any], max_position_embeddings: int) -> dict[str, Any]:
     """`parameters` with `rope_type`, once spelled `type`, and with the length before scaling."""
     parameters.setdefault("rope_type", parameters.get("type", "default"))
+    if not isinstance(parameters["rope_type"], str):
+        raise ConfigError(f"config.json: rope_type must be a name, got {parameters['rope_type']!r}")
     if parameters["rope_type"] in _SCALED:
         parameters.setdefault("original_max_position_embeddings", max_position_embeddings)
     return parameters

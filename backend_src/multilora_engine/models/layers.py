@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from multilora_engine.execution.forward_batch import LoRABatch
 from multilora_engine.models.attention import AttentionPlan, attend
 from multilora_engine.models.builder import Builder
+from multilora_engine.models.model_config import Activation
 from multilora_engine.models.norms import Norm
 from multilora_engine.models.rotary import Rotation
 from multilora_kernels import AttentionOptions, LayerStep, PackedLayer, gelu_tanh, gelu_tanh_mul, silu_mul
@@ -137,16 +139,17 @@ class GatedMLP:
 
 
 class PlainMLP:
-    """second(gelu_tanh(first(x)))."""
+    """second(activation(first(x)))."""
 
     def __init__(self, builder: Builder, linears: Sequence[str]) -> None:
         """linears: names of the first and the second."""
         first, second = (f"mlp.{name}" for name in linears)
         self._first = builder.linear([first], builder.config.mlp_bias)
         self._second = builder.linear([second], builder.config.mlp_bias)
+        self._activation = _ACTIVATIONS[builder.config.activation]
 
     def forward(self, x: torch.Tensor, lora: LoRABatch | None) -> torch.Tensor:
-        return self._second.forward(gelu_tanh(self._first.forward(x, lora)), lora)
+        return self._second.forward(self._activation(self._first.forward(x, lora)), lora)
 
 
 class Layer(Protocol):
@@ -216,3 +219,4 @@ class SandwichLayer:
 
 
 _PRODUCTS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}

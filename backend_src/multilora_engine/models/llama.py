@@ -8,7 +8,7 @@ from typing import ClassVar
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.builder import Builder
 from multilora_engine.models.decoder import Architecture
-from multilora_engine.models.hf_config import HFConfig, WindowedConfig
+from multilora_engine.models.hf_config import WINDOWS, HFConfig, WindowedConfig
 from multilora_engine.models.layers import Attention, GatedMLP, HeadNorm, PreNormLayer
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.norms import RMSNorm
@@ -16,6 +16,7 @@ from multilora_kernels import PackedLayer
 
 
 class LlamaConfig(HFConfig):
+    unread: ClassVar[tuple[str, ...]] = WINDOWS
     vocab_size: int = 32000
     hidden_size: int = 4096
     intermediate_size: int = 11008
@@ -33,6 +34,7 @@ class LlamaConfig(HFConfig):
 
 class MistralConfig(HFConfig):
     knows_layer_types: ClassVar[bool] = True
+    unread: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
     vocab_size: int = 32000
     hidden_size: int = 4096
     intermediate_size: int = 14336
@@ -46,6 +48,7 @@ class MistralConfig(HFConfig):
 
 
 class Qwen2Config(WindowedConfig):
+    unread: ClassVar[tuple[str, ...]] = ("mlp_bias",)
     vocab_size: int = 151936
     hidden_size: int = 4096
     intermediate_size: int = 22016
@@ -63,6 +66,7 @@ class Qwen3Config(Qwen2Config):
 
 
 class GraniteConfig(HFConfig):
+    unread: ClassVar[tuple[str, ...]] = WINDOWS
     vocab_size: int = 32000
     hidden_size: int = 4096
     intermediate_size: int = 11008
@@ -188,8 +192,7 @@ def read_smollm3(hf: SmolLM3Config, config: ModelConfig) -> ModelConfig:
     """Some layers have no rotary embeddings; despite its name, `no_rope_layers` has 1 for the others."""
     assert hf.no_rope_layers is not None, "filled in"
     ropes = tuple(rope if turns else None for rope, turns in zip(config.layer_ropes, hf.no_rope_layers, strict=True))
-    windows = config.sliding_window if hf.use_sliding_window else (None,) * config.num_layers
-    return replace(config, layer_ropes=ropes, sliding_window=windows)
+    return replace(config, layer_ropes=ropes)
 
 
 LLAMA = Architecture(LlamaLayer)

@@ -29,7 +29,7 @@ class ModelConfig:
         become softcap * tanh(x / softcap); 0 leaves them.
     embedding_scale, residual_scale, logit_scale: factors of embeddings, of each update of the residual stream, and of
         logits.
-    end_token_ids: of config.json and generation_config.json.
+    end_token_ids: of config.json and generation_config.json, tokens of the vocabulary.
     """
 
     architecture: str
@@ -89,13 +89,13 @@ def decoder_config(path: Path, raw: Mapping[str, Any], hf: HFConfig, architectur
         intermediate_size=hf.intermediate_size,
         vocab_size=hf.vocab_size,
         max_position_embeddings=hf.max_position_embeddings,
-        norm_eps=_norm_eps(hf),
+        norm_eps=getattr(hf, hf.norm_eps_field),
         ropes=ropes,
         layer_ropes=layer_ropes,
         sliding_window=_sliding_windows(hf),
         tie_word_embeddings=hf.tie_word_embeddings,
         dtype=_dtype(raw),
-        end_token_ids=_end_token_ids(path, raw),
+        end_token_ids=_end_token_ids(path, raw, hf.vocab_size),
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         mlp_bias=bool(hf.mlp_bias),
@@ -125,16 +125,11 @@ def check_shape(config: ModelConfig) -> None:
         raise ConfigError(f"config.json: sliding_window {config.sliding_window} must be positive, or null for none")
 
 
-def _norm_eps(hf: HFConfig) -> float:
-    values = (hf.rms_norm_eps, hf.layer_norm_eps, hf.norm_epsilon)
-    return next(value for value in values if value is not None)
-
-
 def _activation(hf: HFConfig) -> Activation:
-    name = hf.hidden_act or hf.hidden_activation or ""
+    name = getattr(hf, hf.activation_field)
     if name not in _ACTIVATIONS:
         raise ConfigError(
-            f"config.json: hidden_act {name!r} is not supported; supported are: {', '.join(_ACTIVATIONS)}"
+            f"config.json: {hf.activation_field} {name!r} is not supported; supported are: {', '.join(_ACTIVATIONS)}"
         )
     return _ACTIVATIONS[name]
 
@@ -158,12 +153,15 @@ def _dtype(raw: Mapping[str, Any]) -> str:
     return str(dtype)
 
 
-def _end_token_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """The union of `eos_token_id` (one id or a list) in both files, those of generation_config.json first."""
+def _end_token_ids(path: Path, raw: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """The union of `eos_token_id` (one id or a list) in both files, those of generation_config.json first.
+
+    Ids that no token has, as of a tokenizer with more tokens than the model, end nothing and are left out.
+    """
     generation = path / "generation_config.json"
     sources = [read_json(generation) if generation.is_file() else {}, raw]
     values = [source.get("eos_token_id") for source in sources]
     ids = [i for value in values if value is not None for i in (value if isinstance(value, list) else [value])]
     if not all(type(i) is int for i in ids):
         raise ConfigError(f"eos_token_id of {path} must be a token id or a list of them, got {ids}")
-    return tuple(dict.fromkeys(ids))
+    return tuple(i for i in dict.fromkeys(ids) if 0 <= i < vocab_size)

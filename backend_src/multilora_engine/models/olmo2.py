@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from multilora_engine.models.builder import Builder
 from multilora_engine.models.decoder import Architecture
-from multilora_engine.models.hf_config import HFConfig
+from multilora_engine.models.hf_config import WINDOWS, HFConfig
 from multilora_engine.models.layers import Attention, GatedMLP, Step, WholeNorm
 from multilora_engine.models.model_config import ModelConfig
 from multilora_kernels import PackedLayer
 
 
 class Olmo2Config(HFConfig):
+    unread: ClassVar[tuple[str, ...]] = (*WINDOWS, "mlp_bias")
     vocab_size: int = 50304
     hidden_size: int = 4096
     intermediate_size: int = 11008

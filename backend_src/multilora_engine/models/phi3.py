@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.builder import Builder
@@ -13,6 +13,7 @@ from multilora_engine.models.model_config import ModelConfig
 
 
 class Phi3Config(HFConfig):
+    unread: ClassVar[tuple[str, ...]] = ("layer_types", "attention_bias", "mlp_bias")
     vocab_size: int = 32064
     hidden_size: int = 3072
     intermediate_size: int = 8192
@@ -25,16 +26,16 @@ class Phi3Config(HFConfig):
     partial_rotary_factor: float = 1.0
 
     def complete_rope(self) -> dict[str, Any]:
-        """Every scaling is `longrope`, under any name in the file, and knows its length from the field for it."""
+        """Every scaling is `longrope`, under any name in the file."""
         parameters = super().complete_rope()
         kind = parameters["rope_type"]
-        if kind in ("longrope", "yarn"):
-            parameters["original_max_position_embeddings"] = self.original_max_position_embeddings
+        if kind == "default":
+            return parameters
         if kind not in ("default", "longrope", "su", "yarn"):
             raise ConfigError(
                 f"config.json: rope_type {kind!r} is not supported for phi3; supported are: default, longrope"
             )
-        return parameters if kind == "default" else parameters | {"rope_type": "longrope"}
+        return self._with_original_length(parameters | {"rope_type": "longrope"})
 
 
 def _layer(builder: Builder, layer: int) -> LlamaLayer:

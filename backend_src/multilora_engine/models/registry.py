@@ -85,6 +85,8 @@ def adapter_sites(config: ModelConfig) -> ModelSites:
 def _architecture_name(raw: dict[str, Any]) -> str:
     """The one supported name in `architectures`, whose `model_type` must agree."""
     names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"config.json: architectures must be a list of names, got {names!r}")
     known = [name for name in names if name in FAMILIES and FAMILIES[name].model_type == raw.get("model_type")]
     if len(known) != 1 or len(names) != 1:
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.hf_config import HFConfig
@@ -18,6 +18,12 @@ _NUMBERS = {
     "longrope": ("original_max_position_embeddings",),
 }
 """rope_type -> the numbers it cannot do without."""
+
+_MORE_NUMBERS = {
+    "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"),
+    "longrope": ("factor", "attention_factor"),
+}
+"""rope_type -> the numbers that it may have besides."""
 
 _LISTS = {"longrope": ("short_factor", "long_factor")}
 """rope_type -> the lists it cannot do without: a number for each pair of dimensions."""
@@ -62,7 +68,7 @@ def _read_rope(parameters: Mapping[str, Any], hf: HFConfig, head_dim: int) -> Ro
             f"config.json: rope_type {rope_type!r} is not supported; supported are: {', '.join(_NUMBERS)}"
         )
     factor = parameters.get("partial_rotary_factor", 1.0)
-    if isinstance(factor, bool) or not isinstance(factor, int | float):
+    if not _is_number(factor):
         raise ConfigError(f"config.json: partial_rotary_factor must be a number, got {factor!r}")
     rotary_dim = int(head_dim * factor)
     _check_rotary_dim(rotary_dim, head_dim, parameters)
@@ -83,8 +89,16 @@ def _check_rotary_dim(rotary_dim: int, head_dim: int, parameters: Mapping[str, A
 def _check_numbers(parameters: Mapping[str, Any], rope_type: str) -> None:
     for name in ("rope_theta", *_NUMBERS[rope_type]):
         value = parameters.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if not (_is_number(value) and value > 0):
             raise ConfigError(f"config.json: rope_type {rope_type!r} needs a positive {name}, got {value!r}")
+    for name in _MORE_NUMBERS.get(rope_type, ()):
+        value = parameters.get(name)
+        if value is not None and not (_is_number(value) and value >= 0):
+            raise ConfigError(f"config.json: rope_type {rope_type!r}: {name} must be a number from 0, got {value!r}")
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_lists(parameters: Mapping[str, Any], rope_type: str, rotary_dim: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 from multilora_engine.models.builder import Builder
 from multilora_engine.models.decoder import Architecture
@@ -15,6 +16,8 @@ _MLP = ("c_fc", "c_proj")
 
 
 class Starcoder2Config(HFConfig):
+    unread: ClassVar[tuple[str, ...]] = ("layer_types", "attention_bias", "mlp_bias")
+    norm_eps_field: ClassVar[str] = "norm_epsilon"
     vocab_size: int = 49152
     hidden_size: int = 3072
     intermediate_size: int = 12288

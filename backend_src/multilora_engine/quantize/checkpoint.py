@@ -14,14 +14,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.models.checkpoint import checkpoint_files, opened
+from multilora_engine.models.checkpoint import INDEX_FILE, SINGLE_FILE, checkpoint_files, opened
 from multilora_engine.models.model_config import read_json
 from multilora_engine.quantize.compensation import Activations, round_compensated
 from multilora_engine.quantize.plan import Plan
 from multilora_engine.quantize.scales import search_scales
 from multilora_engine.quantize.schemes import LINEAR, PER_OUTPUT, Scheme, quantization_config
 
-_INDEX_FILE = "model.safetensors.index.json"
 _SCALE = ".weight_scale"
 _COPIED_FILES = (
     "config.json",
@@ -52,7 +51,8 @@ def write_checkpoint(
     _copy_small_files(plan.source, directory)
     weight_map: dict[str, str] = {}
     num_bytes = num_done = 0
-    for file in checkpoint_files(plan.source):
+    files = checkpoint_files(plan.source)
+    for file in files:
         tensors: dict[str, torch.Tensor] = {}
         with opened(file) as source:
             for name in source.keys():  # noqa: SIM118 - not a mapping
@@ -70,9 +70,9 @@ def write_checkpoint(
         _save(tensors, directory / file.name)
         weight_map |= dict.fromkeys(tensors, file.name)
         num_bytes += sum(tensor.nbytes for tensor in tensors.values())
-    if (plan.source / _INDEX_FILE).is_file():
+    if files != [plan.source / SINGLE_FILE]:
         index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
-        (directory / _INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     if plan.unties_head:
         _untie_head(directory / "config.json")
     ModelCompressor(quantization_config(plan.linears, plan.others)).update_config(str(directory))

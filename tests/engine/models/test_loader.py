@@ -185,9 +185,15 @@ def test_an_index_that_leaves_the_directory_is_refused(checkpoint: Path, name: o
 
 @pytest.mark.parametrize("content", ["", "{}", '{"weight_map": 3}', "[]", '{"weight_map": {}}'])
 def test_an_index_without_a_weight_map_is_refused(checkpoint: Path, content: str) -> None:
+    (checkpoint / WEIGHTS).unlink()
     (checkpoint / INDEX).write_text(content)
     with pytest.raises(ConfigError, match="weight_map"):
         load(checkpoint)
+
+
+def test_an_index_that_an_earlier_save_left_is_not_read(checkpoint: Path) -> None:
+    (checkpoint / INDEX).write_text(json.dumps({"weight_map": {K_PROJ: "gone.safetensors"}}))
+    load(checkpoint)
 
 
 def test_a_shard_that_is_missing_is_refused_by_name(checkpoint: Path) -> None:
@@ -216,4 +222,6 @@ def test_a_directory_with_only_gguf_is_refused_with_a_way_out(checkpoint: Path) 
 
 
 def write_index(path: Path, weight_map: dict[str, object]) -> None:
+    """In the place of the one file."""
+    (path / WEIGHTS).unlink()
     (path / INDEX).write_text(json.dumps({"weight_map": weight_map}))

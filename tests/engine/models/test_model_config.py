@@ -147,8 +147,15 @@ def test_end_tokens_are_the_union_of_both_files(
         ({"head_dim": 3}, "head_dim 3 must be even"),
         ({"dtype": "int8"}, "int8"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
-        ({"layer_types": ["chunked_attention"] * 4}, "supported are: full_attention, sliding_attention"),
+        (MISTRAL | {"layer_types": ["chunked_attention"] * 4}, "supported are: full_attention, sliding_attention"),
         ({"eos_token_id": "two"}, "two"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers 0 must be positive"),
+        ({"vocab_size": -1}, "vocab_size -1 must be positive"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings 0 must be positive"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": -1}}, "beta_fast must be a number from 0"),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, "rope_type must be a name"),
+        ({"architectures": 5}, "architectures must be a list of names, got 5"),
+        ({"architectures": [[]]}, "architectures must be a list of names"),
     ],
 )
 def test_what_the_engine_does_not_do_is_refused_with_what_it_does(
