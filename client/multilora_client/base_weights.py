@@ -47,7 +47,7 @@ class BaseWeights:
         """Raises AdapterError when `directory` holds no such checkpoint."""
         self._directory = directory
         self._file_of = _weight_map(directory)
-        self._header = cache(_read_header)
+        self._header = cache(read_header)
         try:
             has_config = (directory / _CONFIG_FILE).is_file()
             self._quantization = read_quantization(directory) if has_config else Quantization()
@@ -165,8 +165,11 @@ def _weight_map(directory: Path) -> dict[str, str]:
     return {name: Path(file).name for name, file in files.items()}
 
 
-def _read_header(path: Path) -> dict[str, tuple[StoredTensor, int]]:
-    """The header's entry for each tensor of a safetensors file, and the byte at which the tensor begins."""
+def read_header(path: Path) -> dict[str, tuple[StoredTensor, int]]:
+    """The header's entry for each tensor of a safetensors file, and the byte at which the tensor begins.
+
+    Raises AdapterError.
+    """
     if not path.is_file():
         raise AdapterError(f"{path} is missing; give the directory of the base model's checkpoint in safetensors")
     try:
@@ -175,7 +178,7 @@ def _read_header(path: Path) -> dict[str, tuple[StoredTensor, int]]:
             header = json.loads(file.read(length))
         start = _LENGTH_BYTES + length
         return {name: _read_entry(values, start) for name, values in header.items() if name != "__metadata__"}
-    except (ValueError, OverflowError, MemoryError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, OverflowError, MemoryError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise AdapterError(f"{path} is not a safetensors file: {error!r}") from error
 
 

@@ -21,10 +21,11 @@ from multilora_client.client import DEFAULT_URL, Client
 from multilora_client.console import command as console_command
 from multilora_client.convert import StorageDtype, convert_peft, load_adapter
 from multilora_client.doors import DIRECT, ENSEMBLE
-from multilora_client.errors import InvalidRequest
+from multilora_client.errors import AdapterError, InvalidRequest
 from multilora_client.generation import Chunk, Generation
 from multilora_client.openai import command as openai_command
 from multilora_client.options import DEFAULT_MAX_TOKENS, GenerateOptions, Message
+from multilora_client.peft_directory import is_peft
 from multilora_client.quantize_command import quantize
 from multilora_client.terminal import Url, one_line_errors, progress_bars
 from multilora_client.tls import Tls
@@ -278,6 +279,8 @@ def convert(
     Example: `multilora convert adapters/pirate converted/pirate --storage-type float16`
     """
     with one_line_errors(), progress_bars() as progress:
+        if is_peft(output_directory):
+            raise AdapterError(f"{output_directory} is a PEFT adapter; write into another directory")
         task = progress.add_task("converting", total=None)
         tensors = convert_peft(
             peft_directory,

@@ -55,8 +55,16 @@ _REFUSED_FIELDS: Mapping[str, str] = {
     "kasa_config": "KaSA is not supported",
 }
 
-# Weights trained with these are no difference to the original model: these change the base weights first, or the layer.
-_REFUSED_INITIALISATIONS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+# Weights trained with these are no difference to the original model, whose weights these change first.
+_REFUSED_INITIALISATIONS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("pissa", "olora", "corda", "lora_ga"), "save it with PEFT's path_initial_model_for_weight_conversion"
+    ),
+    "loftq": "it belongs to the weights that LoftQ made of them",
+}
+
+_LARGEST_SETTING = 1e30
+"""Of ranks and alphas: float32 holds it."""
 
 _FILE_DTYPES: Mapping[str, tuple[AdapterDtype, type[np.generic]]] = {
     "F16": ("FP16", np.float16),
@@ -127,6 +135,8 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_bytes())
     except ValueError as error:
         raise AdapterError(f"{path} is not JSON: {error}") from error
+    except RecursionError:
+        raise AdapterError(f"{path} is nested too deeply") from None
     if not isinstance(config, dict):
         raise AdapterError(f"{path} is not a JSON object")
     _check_config(config, path)
@@ -142,11 +152,12 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
     if config.get("bias", "none") != "none":
         raise AdapterError(f"{path}: bias is {config['bias']!r}; only 'none' is supported")
     initialisation = config.get("init_lora_weights", True)
-    if isinstance(initialisation, str) and initialisation.startswith(_REFUSED_INITIALISATIONS):
-        raise AdapterError(
-            f"{path}: init_lora_weights is {initialisation!r}, so the adapter is no difference to the original model; "
-            "save it with PEFT's path_initial_model_for_weight_conversion"
-        )
+    for name, advice in _REFUSED_INITIALISATIONS.items():
+        if isinstance(initialisation, str) and initialisation.lower().startswith(name):
+            raise AdapterError(
+                f"{path}: init_lora_weights is {initialisation!r}, so the adapter is no difference to the original "
+                f"model; {advice}"
+            )
 
 
 def _weights_path(directory: Path) -> Path:
@@ -267,12 +278,17 @@ def _finite(key: str, tensor: _StoredTensor) -> npt.NDArray[np.float32]:
 def _module_setting(config: Mapping[str, Any], pattern_field: str, default_field: str, module: str) -> float:
     """PEFT's rule: the first pattern that matches the end of the module's name, at a dot, decides."""
     value = config.get(default_field)
-    for pattern, pattern_value in (config.get(pattern_field) or {}).items():
+    patterns = config.get(pattern_field) or {}
+    if not isinstance(patterns, dict):
+        raise AdapterError(f"{PEFT_CONFIG_FILE}: {pattern_field} is {patterns!r}, an object is expected")
+    for pattern, pattern_value in patterns.items():
         if _matches(pattern, module, pattern_field):
             value = pattern_value
             break
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise AdapterError(f"{PEFT_CONFIG_FILE}: {default_field} of {module} is {value!r}, not a number")
+    if abs(value) > _LARGEST_SETTING:
+        raise AdapterError(f"{PEFT_CONFIG_FILE}: {default_field} of {module} is beyond {_LARGEST_SETTING:g}")
     return value
 
 

@@ -24,23 +24,21 @@ class BrokenFiles(Exception):
     """A directory holds no adapter in the wire format; the text says why, and names files without their directory."""
 
 
-def read_rows(
-    directory: Path, root: Path | None = None, is_mapped: bool = False
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+def read_rows(directory: Path, root: Path | None = None) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Weights and config of a directory, `[rows, columns]` each, in the types in which they are stored.
 
-    root: no link may lead out of this directory. is_mapped: the arrays are mapped and read when they are used; data
-    written to them stays in memory. Raises BrokenFiles.
+    root: no link may lead out of this directory. Raises BrokenFiles.
     """
     new, old = directory / CONFIG_FILE, directory / OLD_CONFIG_FILE
-    weights = _read_array(directory / WEIGHTS_FILE, root, is_mapped)
-    return weights, _read_array(old if old.exists() and not new.exists() else new, root, is_mapped)
+    weights = _read_array(directory / WEIGHTS_FILE, root)
+    return weights, _read_array(old if old.exists() and not new.exists() else new, root)
 
 
-def _read_array(path: Path, root: Path | None, is_mapped: bool) -> npt.NDArray[Any]:
+def _read_array(path: Path, root: Path | None) -> npt.NDArray[Any]:
     real = _real_path(path, root)
     try:
-        array: npt.NDArray[Any] = np.load(real, mmap_mode="c" if is_mapped else None, allow_pickle=False)
+        # Not mapped: somebody who truncates the file meanwhile would end the process (SIGBUS).
+        array: npt.NDArray[Any] = np.load(real, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise BrokenFiles(f"{path.name} is not a readable .npy array without pickled objects: {error}") from None
     if not isinstance(array, np.ndarray):

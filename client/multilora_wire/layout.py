@@ -63,6 +63,7 @@ class AdapterLayout:
 
     max_rank: of a row. lora_dtype: of all pieces. page_bytes: see `page_bytes_for`. version: see `layout_version`.
     ruled_out: names of sites that the checkpoint's author leaves to no adapter.
+    checkpoint: tells the weights that adapters come on top of; empty where they are not known.
     """
 
     sites: ModelSites
@@ -71,6 +72,7 @@ class AdapterLayout:
     page_bytes: int
     version: int = layout_version("float32")
     ruled_out: tuple[str, ...] = ()
+    checkpoint: str = ""
 
     @property
     def itemsize(self) -> int:
@@ -102,11 +104,13 @@ class AdapterLayout:
         return place_pieces([piece.num_bytes for piece in pieces], self.page_bytes)
 
 
-def adapter_layout(sites: ModelSites, max_rank: int, lora_dtype: str, ruled_out: Iterable[str] = ()) -> AdapterLayout:
+def adapter_layout(
+    sites: ModelSites, max_rank: int, lora_dtype: str, ruled_out: Iterable[str] = (), checkpoint: str = ""
+) -> AdapterLayout:
     """The layout of one model's adapters. Raises KeyError for a dtype that is none of `StoredDtype`."""
     page_bytes = page_bytes_for(sites, max_rank, lora_dtype)
     version = layout_version(lora_dtype)
-    return AdapterLayout(sites, max_rank, lora_dtype, page_bytes, version, tuple(ruled_out))
+    return AdapterLayout(sites, max_rank, lora_dtype, page_bytes, version, tuple(ruled_out), checkpoint)
 
 
 def page_bytes_for(sites: ModelSites, max_rank: int, lora_dtype: str) -> int:

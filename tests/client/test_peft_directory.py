@@ -57,17 +57,26 @@ def test_a_sound_adapter_is_read_with_and_without_pefts_prefix(tmp_path: Path) -
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
         ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
         ({"use_qalora": True}, "use_qalora"),
-        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights is 'pissa_niter_16'"),
+        ({"init_lora_weights": "pissa_niter_16"}, "'pissa_niter_16', .* path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "OLoRA"}, "init_lora_weights is 'OLoRA'"),
+        ({"init_lora_weights": "loftq"}, "'loftq', .* belongs to the weights that LoftQ made"),
         ({"r": 3}, f"{A_KEY} has rank 2, but adapter_config.json says 3"),
         ({"rank_pattern": {"q_proj": 4}}, "has rank 2, but adapter_config.json says 4"),
         ({"r": None}, "r of model.layers.0.self_attn.q_proj is None"),
         ({"lora_alpha": "16"}, "lora_alpha of model.layers.0.self_attn.q_proj is '16'"),
+        ({"lora_alpha": 10**400}, "lora_alpha of model.layers.0.self_attn.q_proj is beyond 1e"),
+        ({"rank_pattern": ["q_proj"]}, r"rank_pattern is \['q_proj'\], an object is expected"),
         ({"alpha_pattern": {"(": 4}}, r"alpha_pattern has the invalid pattern '\('"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
     with pytest.raises(AdapterError, match=message):
         read_peft_directory(write(tmp_path, config))
+
+
+@pytest.mark.parametrize("initialisation", [True, False, "gaussian", "mica", "eva", "orthogonal"])
+def test_an_initialisation_that_leaves_the_base_alone_is_served(tmp_path: Path, initialisation: object) -> None:
+    assert read_peft_directory(write(tmp_path, {"init_lora_weights": initialisation})).modules
 
 
 @pytest.mark.parametrize(

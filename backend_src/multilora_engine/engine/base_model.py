@@ -26,6 +26,7 @@ from multilora_engine.engine_info import CallLimits, ClientPolicy, EngineInfo, r
 from multilora_engine.execution.operator_check import check_operators, faults_named
 from multilora_engine.execution.step_memory import peak_growth, step_memory
 from multilora_engine.lora.table_rows import TableRows
+from multilora_engine.models.checkpoint import weights_fingerprint
 from multilora_engine.models.loader import load_model
 from multilora_engine.models.model import Model
 from multilora_engine.models.model_config import ModelConfig
@@ -82,7 +83,8 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     lora_dtype = dtype_name(dtype) if config.lora.lora_dtype == "auto" else config.lora.lora_dtype
     sites = model.adapter_sites
     ruled_out = sites_ruled_out(config.model_path, sites)
-    layout = adapter_layout(sites, config.lora.max_lora_rank, lora_dtype, ruled_out)
+    fingerprint = weights_fingerprint(config.model_path)
+    layout = adapter_layout(sites, config.lora.max_lora_rank, lora_dtype, ruled_out, fingerprint)
     if layout.code_bits:
         load_cpu_kernels()  # The CPU's kernels quantise adapters as they arrive, for a GPU too.
     slow_operators, step_bytes = [], 0

@@ -63,10 +63,18 @@ class _StoredLayout(msgspec.Struct, frozen=True):
     max_rank: int
     lora_dtype: str
     page_bytes: int
+    checkpoint: str = ""
 
     @classmethod
     def of(cls, layout: AdapterLayout) -> _StoredLayout:
-        return cls(layout.version, layout.fingerprint, layout.max_rank, layout.lora_dtype, layout.page_bytes)
+        return cls(
+            layout.version,
+            layout.fingerprint,
+            layout.max_rank,
+            layout.lora_dtype,
+            layout.page_bytes,
+            layout.checkpoint,
+        )
 
 
 class _Metadata(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -234,7 +242,7 @@ def _check_metadata(metadata: _Metadata, lora_task_id: TaskId, layout: AdapterLa
             "or release"
         )
     if stored != _StoredLayout.of(layout):
-        raise DamagedFile("its layout is another model's, or of other lora parameters")
+        raise DamagedFile("it is another checkpoint's, or of other lora parameters")
     if metadata.lora_task_id != label_of(lora_task_id):
         raise DamagedFile(f"it is of LoRA task {metadata.lora_task_id[:90]}")
 

@@ -60,7 +60,7 @@ def preload_adapters(directory: Path, loras: LoRAManager, layout: AdapterLayout)
 
 def read_folder(folder: Path, root: Path, layout: AdapterLayout) -> PackedAdapter:
     """The adapter of a folder below `root`; no link may lead out of there. Raises BrokenFiles or InvalidRequest."""
-    weights, config = read_rows(folder, root, is_mapped=True)
+    weights, config = read_rows(folder, root)
     if config.dtype not in (np.int32, np.int64):
         raise BrokenFiles(f"{CONFIG_FILE} holds {config.dtype}; int32 is expected")
     return pack_adapter(_weights_tensor(weights), torch.from_numpy(config), layout)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,9 @@ from multilora_wire.quantized.scheme import StoredTensor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_PAGES = 256
+"""Of a file, that its fingerprint is made of."""
+_PAGE_BYTES = 4096
 
 
 class Checkpoint:
@@ -66,6 +71,25 @@ def checkpoint_files(path: Path) -> list[Path]:
         f"{path} needs {SINGLE_FILE} or {INDEX_FILE}: {reason}. "
         "Save it again with transformers: model.save_pretrained(directory)"
     )
+
+
+def weights_fingerprint(path: Path) -> str:
+    """64 hex digits, different for checkpoints with different weights. Raises ConfigError.
+
+    Of the files' sizes and of pages at even distances: trained weights differ in all of them.
+    """
+    digest = hashlib.sha256()
+    for name in checkpoint_files(path):
+        try:
+            with name.open("rb") as file:
+                num_bytes = os.fstat(file.fileno()).st_size
+                digest.update(num_bytes.to_bytes(8, "little"))
+                for page in range(_PAGES):
+                    file.seek(page * num_bytes // _PAGES)
+                    digest.update(file.read(_PAGE_BYTES))
+        except OSError as error:
+            raise ConfigError(f"cannot read {name}: {error}") from error
+    return digest.hexdigest()
 
 
 def _indexed_files(path: Path) -> list[Path]:

@@ -59,8 +59,6 @@ def main(directory: Path, output: Path, base_model: Path | None) -> None:
     try:
         _check_arrays(directory)
         _read(directory, base_model).save(output)
-    except RecursionError:
-        _say(error=f"{PEFT_CONFIG_FILE} is nested too deeply")
     except MemoryError:
         _say(error="the adapter's files do not fit into memory")
     except MultiloraClientError as error:
@@ -68,7 +66,7 @@ def main(directory: Path, output: Path, base_model: Path | None) -> None:
 
 
 def _read(directory: Path, base_model: Path | None) -> AdapterTensors:
-    if is_peft(directory) and not is_converted(directory):
+    if is_peft(directory) and not is_converted(directory):  # with both, it is refused below
         return convert_peft(
             directory, on_progress=lambda done, total: _say(done=done, total=total), base_model=base_model
         )

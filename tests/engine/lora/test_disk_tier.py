@@ -409,8 +409,11 @@ def test_files_of_an_older_version_are_named_in_one_line_and_give_way_to_new_one
     assert_reads(again, 1, FIRST)
 
 
-def test_files_of_another_layout_are_left_alone_until_others_need_the_room(filled: Path, tiers: list[DiskTier]) -> None:
-    other = replace(TINY, max_rank=8)
+@pytest.mark.parametrize("change", [{"max_rank": 8}, {"checkpoint": "of other weights"}])
+def test_files_of_another_layout_are_left_alone_until_others_need_the_room(
+    filled: Path, tiers: list[DiskTier], change: dict[str, Any]
+) -> None:
+    other = replace(TINY, **change)
     sizes = {path: path.stat().st_size for path in filled.iterdir()}
     assert set(sizes) == {filled / "1.safetensors", filled / "2.safetensors"}
     (filled / "notes.safetensors").write_bytes(b"of somebody else")

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from multilora_engine.errors import ConfigError
+from multilora_engine.models.checkpoint import weights_fingerprint
 from multilora_engine.models.loader import load_model, stored_dtype
 from multilora_engine.models.model import Model
 from multilora_engine.models.weights import Placement
@@ -189,6 +190,15 @@ def test_an_index_without_a_weight_map_is_refused(checkpoint: Path, content: str
     (checkpoint / INDEX).write_text(content)
     with pytest.raises(ConfigError, match="weight_map"):
         load(checkpoint)
+
+
+def test_a_fingerprint_is_of_the_weights(checkpoint: Path) -> None:
+    before = weights_fingerprint(checkpoint)
+    (checkpoint / "config.json").write_text((checkpoint / "config.json").read_text() + " ")
+    assert weights_fingerprint(checkpoint) == before
+    tensors = load_file(checkpoint / WEIGHTS)
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, checkpoint / WEIGHTS)
+    assert weights_fingerprint(checkpoint) != before
 
 
 def test_an_index_that_an_earlier_save_left_is_not_read(checkpoint: Path) -> None:

@@ -67,6 +67,9 @@ class DirectorySource:
         check_sizes({file: s.st_size for file, s in status.items()}, max_bytes)
         modified = datetime.fromtimestamp(max(s.st_mtime for s in status.values()), UTC)
         yield LocalAdapter(directory, root, modified.isoformat(), name)
+        for file, before in status.items():
+            if _version(_regular_file(directory / file, root)) != _version(before):
+                raise Unreachable(f"{file} changed while it was read; ask again")
 
     def list_keys(self) -> Iterator[AdapterKey]:
         for folder in _folders(self._root):
@@ -120,6 +123,10 @@ def _regular_file(path: Path, root: Path) -> os.stat_result:
     if not stat.S_ISREG(status.st_mode):
         raise Unusable(f"{path.name} is not a file")
     return status
+
+
+def _version(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _folders(directory: Path) -> list[Path]:

@@ -96,6 +96,7 @@ class ObjectStoreSource:
         with _directory(self._downloads / _hash(files[0].path), revision) as directory:
             for file in files:
                 _download(filesystem, file, directory)
+            _check_unchanged(filesystem, files)
             yield LocalAdapter(directory, directory.resolve(), revision, name)
 
     def _place_of(self, url: str) -> tuple[Any, str, str] | None:
@@ -216,15 +217,24 @@ def _download(filesystem: Any, file: _RemoteFile, directory: Path) -> None:
     part = target.with_name(f"{target.name}.part")
     with _as_unreachable(f"{target.name} cannot be downloaded"):
         _continue(filesystem, file, part)
-        filesystem.invalidate_cache(file.path)
-        is_same = filesystem.info(file.path)["size"] == file.size
-    if not is_same or part.stat().st_size != file.size:
+    if part.stat().st_size != file.size:
         part.unlink()
         raise Unreachable(f"{target.name} changed while it was downloaded")
     if file.md5 is not None and _md5(part) != file.md5:
         part.unlink()
         raise Unusable(f"{target.name} arrived damaged: its MD5 is not the one that the store tells")
     part.replace(target)
+
+
+def _check_unchanged(filesystem: Any, files: list[_RemoteFile]) -> None:
+    """Files of two versions would be an adapter that nobody made. Raises Unreachable."""
+    folder = files[0].path.rpartition("/")[0]
+    with _as_unreachable("the store cannot be asked"):
+        filesystem.invalidate_cache(folder)
+        entries = {entry["name"]: entry for entry in filesystem.ls(folder, detail=True)}
+    for file in files:
+        if entries.get(file.path) != file.properties:
+            raise Unreachable(f"{Path(file.path).name} changed while it was downloaded")
 
 
 def _continue(filesystem: Any, file: _RemoteFile, part: Path) -> None:

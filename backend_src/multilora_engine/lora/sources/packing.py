@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 
 import numpy as np
-import safetensors
 import torch
 
 from multilora_client.adapter import AdapterTensors
+from multilora_client.base_weights import read_header
 from multilora_client.convert import convert_peft
 from multilora_client.errors import AdapterError
 from multilora_engine.errors import InvalidRequest
@@ -48,7 +48,7 @@ def pack_directory(adapter: LocalAdapter, layout: AdapterLayout, base_model: Pat
         _check_shapes(adapter.directory / PEFT_FILES[1], layout)
         tensors = convert_peft(adapter.directory, base_model=base_model)
         return pack_adapter(_weights(tensors), torch.from_numpy(tensors.config), layout)
-    except (AdapterError, BrokenFiles, InvalidRequest, OSError, ValueError, RecursionError) as error:
+    except (AdapterError, BrokenFiles, InvalidRequest, OSError, ValueError) as error:
         # The converter names files by their whole paths, which only the operator may see.
         text = str(error).replace(f"{adapter.directory}/", "").replace(str(base_model), "the base model")
         raise Unusable(text) from error
@@ -62,23 +62,19 @@ def _weights(tensors: AdapterTensors) -> torch.Tensor:
 
 def _check_shapes(path: Path, layout: AdapterLayout) -> None:
     """Check shapes before rows are laid out, all as wide as the widest: another model's rows could fill the memory."""
-    try:
-        with safetensors.safe_open(path, "numpy") as file:
-            shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 (it is no dict)
-    except safetensors.SafetensorError as error:
-        raise Unusable(f"{path.name} is not a safetensors file: {error}") from error
+    shapes = {key: tensor.shape for key, (tensor, _) in read_header(path).items()}
     if len(shapes) > (limit := _TENSORS_PER_ROW * layout.sites.num_columns):
         raise Unusable(f"{path.name} has {len(shapes)} tensors, an adapter of this model has {limit} at most")
     for key, shape in shapes.items():
         if math.prod(shape) > layout.largest_piece.num_values:
-            raise Unusable(f"{key[:200]} has shape {shape}, larger than any matrix of an adapter of this model")
+            raise Unusable(f"{key[:200]} has shape {list(shape)}, larger than any matrix of an adapter of this model")
 
 
 def _check_patterns(path: Path) -> None:
     """Patterns are regular expressions from the maker of the adapter, and matching one can take for ever."""
     try:
         config = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Unusable(f"{path.name} is not JSON: {error}") from error
     for field in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(field) if isinstance(config, dict) else None

@@ -104,6 +104,8 @@ class PathSource(AdapterSource, Protocol):
 
 def choose_files(names: Collection[str]) -> tuple[str, ...]:
     """Which of the files of a directory are the adapter. Raises NotThere or Unusable."""
+    if PEFT_FILES[1] in names and WEIGHTS_FILE in names:
+        raise Unusable(f"it has {PEFT_FILES[1]} and {WEIGHTS_FILE}, which may differ; leave one of them")
     for files in (CONVERTED_FILES, OLD_CONVERTED_FILES, PEFT_FILES):
         if set(files) <= set(names):
             return files

@@ -15,7 +15,8 @@ from multilora_engine.errors import ConfigError, InvalidRequest
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.lora.sources.directory import DirectorySource
 from multilora_engine.lora.sources.packing import pack_directory
-from multilora_engine.lora.sources.source import AdapterKey, NotThere, SourceError, Unusable
+from multilora_engine.lora.sources.source import AdapterKey, NotThere, SourceError, Unreachable, Unusable
+from multilora_wire.converted_files import read_rows
 
 
 @pytest.fixture
@@ -194,3 +195,32 @@ def test_a_path_that_leads_out_by_a_link_is_refused_and_one_to_nothing_is_not_th
         fetch_path(root, root / "innocent")
     with pytest.raises(NotThere, match="no such folder"):
         fetch_path(root, root / "nobody")
+
+
+def test_an_adapter_that_changes_while_it_is_read_is_none(root: Path) -> None:
+    source = DirectorySource(str(root))
+    with pytest.raises(Unreachable, match="changed while"), source.open(key("pirate"), MAX_BYTES) as adapter:
+        (adapter.directory / "adapter_model.safetensors").write_bytes(b"the next version")
+    save_adapter(root / "parrot", seed=2)
+    save_adapter(root / "other", seed=3, r=8)
+    with pytest.raises(Unreachable, match="changed"), source.open(key("parrot"), MAX_BYTES) as adapter:
+        os.replace(root / "other" / "adapter_config.json", adapter.directory / "adapter_config.json")
+
+
+def test_a_folder_with_two_adapters_is_refused(root: Path) -> None:
+    np.save(root / "pirate" / "model.lora_weights.npy", np.zeros((1, 2, 3), np.float32))
+    with pytest.raises(Unusable, match=r"adapter_model\.safetensors and model\.lora_weights\.npy, which may differ"):
+        fetch(root, key("pirate"))
+
+
+def test_converted_files_that_are_truncated_while_they_are_read_end_no_process(root: Path) -> None:
+    """A mapped file would: the kernel ends whoever reads behind its end."""
+    wire = wire_adapter(TINY, ROWS, seed=4)
+    folder = root / "converted"
+    folder.mkdir()
+    np.save(folder / "model.lora_config.npy", wire.config.numpy())
+    np.save(folder / "model.lora_weights.npy", wire.weights.numpy())
+    weights, config = read_rows(folder)
+    (folder / "model.lora_weights.npy").write_bytes(b"")
+    assert np.isfinite(weights).all()
+    assert len(config) == len(ROWS)

@@ -236,3 +236,27 @@ def test_a_local_url_that_leads_out_by_a_link_is_not_covered(tmp_path: Path) -> 
     source = ObjectStoreSource([f"file://{tmp_path}/root"], download_dir=str(tmp_path / "downloads"))
     assert source.covers(f"file://{tmp_path}/root/pirate")
     assert not source.covers(f"file://{tmp_path}/root/innocent")
+
+
+def test_files_of_two_versions_are_no_adapter(memory: MemoryFileSystem, tmp_path: Path) -> None:
+    """Both have the sizes of the first version."""
+    other = save_adapter(tmp_path / "other", seed=2)
+
+    class Replaced(MemoryFileSystem):  # type: ignore[misc]
+        protocol = "replaced"
+        store: ClassVar[dict[str, Any]] = memory.store
+        pseudo_dirs: ClassVar[list[str]] = memory.pseudo_dirs
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return MemoryFileSystem._strip_protocol(path.replace("replaced://", "memory://"))
+
+        def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+            content = io.BytesIO(self.store[self._strip_protocol(path)].getvalue())
+            memory.put(str(other / Path(path).name), path)
+            return content
+
+    fsspec.register_implementation("replaced", Replaced, clobber=True)
+    source = ObjectStoreSource(["replaced://allowed"], download_dir=str(tmp_path / "downloads"))
+    with pytest.raises(Unreachable, match="changed while it was downloaded"):
+        fetch(source, "pirate")

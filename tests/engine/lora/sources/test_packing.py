@@ -79,7 +79,7 @@ def _too_many(folder: Path) -> None:
     ("damage", "reason"),
     [
         (_truncate, "adapter_model.safetensors is not a safetensors file"),
-        (_claim_4_gib, "adapter_model.safetensors is not a safetensors file"),
+        (_claim_4_gib, r"x has shape \[1073741824\], larger than any matrix"),
         (_claim_a_long_header, "adapter_model.safetensors is not a safetensors file"),
         (_nest, "recursion"),
         (_not_a_number, "NaN"),
