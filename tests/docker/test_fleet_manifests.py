@@ -1,5 +1,6 @@
 """The manifests of a fleet fit Kubernetes' own schemas, and refer to what is there."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,6 +126,118 @@ def test_every_file_is_used_and_every_image_named(folder: Path) -> None:
     assert images == {image["name"] for image in kustomization["images"]}
 
 
+@pytest.mark.parametrize("folder", [FLEET, GATEWAY], ids=lambda folder: folder.name)
+def test_a_folder_applies_alone(folder: Path) -> None:
+    """Its namespace, and the claims, the accounts and the configuration of its pods are in it."""
+    (kustomization,) = read(folder / "kustomization.yaml")
+    there = {(one["kind"], one["metadata"]["name"]) for one in manifests(folder)}
+    there |= {("ConfigMap", one["name"]) for one in kustomization["configMapGenerator"]}
+    assert {name for kind, name in there if kind == "Namespace"} == {kustomization["namespace"]}
+    used = set()
+    for spec in (pod(one) for one in manifests(folder) if one["kind"] == "Deployment"):
+        if "serviceAccountName" in spec:
+            used.add(("ServiceAccount", spec["serviceAccountName"]))
+        for volume in spec["volumes"]:
+            if "persistentVolumeClaim" in volume:
+                used.add(("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]))
+            if "configMap" in volume:
+                used.add(("ConfigMap", volume["configMap"]["name"]))
+    assert used, "pods have volumes"
+    assert used <= there
+
+
+def test_the_fleet_and_the_gateway_share_no_namespace_and_the_picker_looks_into_its_own() -> None:
+    """A policy for all pods of one, and the removal of one with its namespace, would be for the other, too."""
+    fleet, gateway, residency = (
+        read(folder / "kustomization.yaml")[0]["namespace"] for folder in (FLEET, GATEWAY, RESIDENCY)
+    )
+    assert fleet != gateway == residency
+    (container,) = pod(named("Deployment", "picker"))["containers"]
+    assert f"--pool-namespace={gateway}" in container["args"]
+
+
+GATEWAYS = {"namespace": {"multilora-gateway": "true"}, "pod": {}}
+MONITORING = {"namespace": {"kubernetes.io/metadata.name": "monitoring"}, "pod": {}}
+NAMES = {"namespace": {"kubernetes.io/metadata.name": "kube-system"}, "pod": {}}
+CLIENT = {"namespace": {}, "pod": {"multilora-client": "true"}}
+STRANGER = {"namespace": {}, "pod": {}}
+
+
+def own(name: str) -> Manifest:
+    """A pod of the same namespace, by its deployment."""
+    return {"namespace": None, "pod": named("Deployment", name)["spec"]["template"]["metadata"]["labels"]}
+
+
+def selects(selector: Manifest, labels: Manifest) -> bool:
+    expressions = selector.get("matchExpressions", [])
+    assert all(rule["operator"] == "In" for rule in expressions)
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(rule["key"]) in rule["values"] for rule in expressions
+    )
+
+
+def is_peer(rule: Manifest, peer: Manifest) -> bool:
+    if "namespaceSelector" in rule:
+        is_there = peer["namespace"] is not None and selects(rule["namespaceSelector"], peer["namespace"])
+    else:
+        is_there = peer["namespace"] is None
+    return is_there and selects(rule.get("podSelector", {}), peer["pod"])
+
+
+def is_allowed(folder: Path, direction: str, name: str, peer: Manifest | None, *ports: int | str) -> bool:
+    """Whether the policies let a pod be called (`ingress`) or call (`egress`). ports: one port's number and name.
+
+    peer: None for an address that is no pod's.
+    """
+    policies = [
+        one["spec"]
+        for one in manifests(folder)
+        if one["kind"] == "NetworkPolicy"
+        and direction.capitalize() in one["spec"]["policyTypes"]
+        and selects(one["spec"]["podSelector"], own(name)["pod"])
+    ]
+    assert policies, f"nothing is said of {direction} of {name}"
+    sides = {"ingress": "from", "egress": "to"}
+    return any(
+        (sides[direction] not in rule or any(peer is not None and is_peer(one, peer) for one in rule[sides[direction]]))
+        and ("ports" not in rule or any(port["port"] in ports for port in rule["ports"]))
+        for policy in policies
+        for rule in policy.get(direction, [])
+    )
+
+
+@pytest.mark.parametrize(
+    ("folder", "direction", "name", "peer", "ports", "expected"),
+    [
+        (GATEWAY, "ingress", "pool", GATEWAYS, (8000, "http"), True),
+        (GATEWAY, "ingress", "picker", GATEWAYS, (9002, "grpc"), True),
+        (GATEWAY, "ingress", "pool", own("picker"), (9090, "system"), True),
+        (GATEWAY, "egress", "picker", own("pool"), (9090, "system"), True),
+        (GATEWAY, "egress", "picker", None, (443,), True),
+        (GATEWAY, "egress", "picker", None, (6443,), True),
+        (GATEWAY, "egress", "picker", NAMES, (53,), True),
+        (GATEWAY, "ingress", "pool", MONITORING, (9090, "system"), True),
+        (GATEWAY, "ingress", "picker", MONITORING, (9090, "metrics"), True),
+        (GATEWAY, "ingress", "pool", STRANGER, (8000, "http"), False),
+        (GATEWAY, "ingress", "pool", GATEWAYS, (9090, "system"), False),
+        (GATEWAY, "ingress", "picker", STRANGER, (9002, "grpc"), False),
+        (GATEWAY, "egress", "pool", None, (443,), False),
+        (GATEWAY, "egress", "picker", None, (80,), False),
+        (FLEET, "ingress", "front", CLIENT, (8001, "grpc"), True),
+        (FLEET, "ingress", "worker", own("front"), (40000,), True),
+        (FLEET, "egress", "front", own("worker"), (40000,), True),
+        (FLEET, "ingress", "front", STRANGER, (8001, "grpc"), False),
+        (FLEET, "ingress", "worker", CLIENT, (40000,), False),
+        (FLEET, "egress", "worker", None, (443,), False),
+    ],
+    ids=lambda value: value.name if isinstance(value, Path) else None,
+)
+def test_policies_let_through_what_has_to_pass_and_nothing_else(
+    folder: Path, direction: str, name: str, peer: Manifest | None, ports: tuple[int | str, ...], expected: bool
+) -> None:
+    assert is_allowed(folder, direction, name, peer, *ports) == expected
+
+
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=title)
 def test_a_pod_is_restricted_and_has_what_it_mounts_and_reads(deployment: Manifest) -> None:
     spec, name = pod(deployment), deployment["metadata"]["name"]
@@ -135,8 +248,6 @@ def test_a_pod_is_restricted_and_has_what_it_mounts_and_reads(deployment: Manife
     )
     mounts = {mount["name"] for container in spec["containers"] for mount in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in spec["volumes"]}
-    claims = {v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"] if "persistentVolumeClaim" in v}
-    assert claims <= {one["metadata"]["name"] for one in ALL if one["kind"] == "PersistentVolumeClaim"}
     generated = {
         one["name"]
         for folder in (FLEET, GATEWAY)
@@ -153,6 +264,16 @@ def test_a_pod_is_restricted_and_has_what_it_mounts_and_reads(deployment: Manife
         values = {entry["name"]: entry.get("value", "") for entry in container.get("env", [])}
         hosts = {value for key, value in values.items() if key in ("DYN_TCP_RPC_HOST", "DYN_EVENT_PLANE_HOST")}
         assert hosts <= {"$(POD_IP)"} or hosts == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("name", ["worker", "pool"])
+def test_a_worker_is_ready_when_the_endpoint_that_generates_is(name: str) -> None:
+    """Dynamo's own page of health is green before that endpoint is registered, unless it is told to wait for it."""
+    worker = next(one for one in pod(named("Deployment", name))["containers"] if one["command"] == ["multilora-dynamo"])
+    assert {worker[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe")} == {"/health"}
+    assert not any(argument.startswith("--endpoint") for argument in worker["args"]), "Dynamo's name for it is generate"
+    (waited_for,) = [e["value"] for e in worker["env"] if e["name"] == "DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS"]
+    assert json.loads(waited_for) == ["generate"]
 
 
 @pytest.mark.parametrize("kind", ["Service", "PodDisruptionBudget", "HorizontalPodAutoscaler", "NetworkPolicy"])
@@ -172,6 +293,8 @@ def test_what_selects_finds_its_pods(kind: str) -> None:
             case _:
                 for rule in spec["podSelector"].get("matchExpressions", []):
                     assert set(rule["values"]) <= names
+                if matched := spec["podSelector"].get("matchLabels"):
+                    assert any(matched.items() <= each.items() for each in labels)
 
 
 def test_arguments_are_parameters_of_the_engine() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
+import grpc
 import httpx2
 import pytest
 
@@ -96,7 +98,60 @@ def test_an_http_connection_without_a_whole_request_is_closed(
 ) -> None:
     connection = connect(hasty.http_url)
     connection.sendall(said)
-    assert read_to_the_end(connection).startswith(b"HTTP/1.1 200") == said.endswith(b"\r\n\r\n")
+    answer = read_to_the_end(connection)
+    assert answer.startswith(b"HTTP/1.1 200") if said.endswith(b"\r\n\r\n") else answer == b""
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        (LIVE + f"X: {'a' * 8000}\r\n", 200),
+        (LIVE + f"X: {'a' * 8300}\r\n", 400),
+        (LIVE + "".join(f"X{number}: {'a' * 7000}\r\n" for number in range(4)), 200),
+        (LIVE + "".join(f"X{number}: {'a' * 7000}\r\n" for number in range(5)), 400),
+        (LIVE.replace("live", f"live?{'a' * 8300}"), 414),
+    ],
+    ids=["a header below", "a header above", "all below", "all above", "a path above"],
+)
+def test_an_http_head_has_lines_of_8_kib_and_32_kib_in_all(
+    proxy: LocalProxy, connect: Callable[[str], socket.socket], said: str, status: int
+) -> None:
+    connection = connect(proxy.http_url)
+    connection.sendall(f"{said}Connection: close\r\n\r\n".encode())
+    assert read_to_the_end(connection).startswith(f"HTTP/1.1 {status} ".encode())
+
+
+@pytest.mark.parametrize(
+    ("num_headers", "size", "code"),
+    [
+        (1, 8000, grpc.StatusCode.UNIMPLEMENTED),
+        (1, 8300, grpc.StatusCode.UNAVAILABLE),
+        (4, 7000, grpc.StatusCode.UNIMPLEMENTED),
+        (6, 7000, grpc.StatusCode.UNAVAILABLE),
+    ],
+)
+def test_a_grpc_head_has_the_same_bounds(proxy: LocalProxy, num_headers: int, size: int, code: grpc.StatusCode) -> None:
+    """Names that gRPC's compression does not shorten; a method that the proxy does not know tells that it read them."""
+    metadata = [(f"x{number}", "X" * size) for number in range(num_headers)]
+    with grpc.insecure_channel(proxy.grpc_url) as channel, pytest.raises(grpc.RpcError) as raised:
+        channel.unary_unary("/inference.GRPCInferenceService/Nothing")(b"", metadata=metadata, timeout=30)
+    assert raised.value.code() == code
+
+
+def test_a_grpc_call_that_pauses_within_its_message_ends_as_internal(hasty: LocalProxy) -> None:
+    is_over = threading.Event()
+
+    def messages() -> Iterator[bytes]:
+        is_over.wait(30)
+        yield b""
+
+    with ExitStack() as resources:
+        resources.callback(is_over.set)
+        channel = resources.enter_context(grpc.insecure_channel(hasty.grpc_url))
+        answers = channel.stream_stream("/inference.GRPCInferenceService/ModelInfer")(messages(), timeout=30)
+        with pytest.raises(grpc.RpcError) as raised:
+            next(answers)
+    assert raised.value.code() == grpc.StatusCode.INTERNAL
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,10 @@ from multilora_engine.tritonserver.checkpoint import resolve_checkpoint
 from multilora_engine.tritonserver.repository import parse_override
 
 _DEFAULT_PARAMETERS: Mapping[str, str] = {"lora_on_conflict": "replace"}
-"""Loading a name again with other weights moves it to them; running requests keep the weights that they began with."""
+"""Loading a name again with other weights moves it to them; running requests keep the weights that they began with.
+
+Dynamo's `load_lora` of a name that is loaded means this, and operators move adapters by it. A single server refuses.
+"""
 
 _DESCRIPTION = "Serve a model and its LoRA adapters as a worker of NVIDIA Dynamo."
 
@@ -56,7 +59,9 @@ def parse_options(argv: Sequence[str] | None) -> tuple[WorkerOptions, WorkerConf
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="Set a parameter of model_repository/generation/config.pbtxt; repeatable.",
+        help="Set a parameter of model_repository/generation/config.pbtxt; repeatable. lora_on_conflict is replace "
+        "unless it is set to refuse here, at every worker: other weights for a name or a task id take its place. What "
+        "a front says of lora_on_conflict is not read.",
     )
     parser.add_argument(
         "--drain-timeout-secs",

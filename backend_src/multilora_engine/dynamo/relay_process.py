@@ -2,7 +2,7 @@
 
 `python -m multilora_engine.dynamo.relay_process` reads and reports as `multilora_engine.process.main` does, and ends
 when its stdin does: the front that started it is gone. Dynamo's own variables (`DYN_DISCOVERY_BACKEND` and
-others) say how it finds the fleet.
+others) say how it finds the fleet. It outlives an absence of discovery and of all workers, see fleet_connection.py.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import sys
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from dynamo.runtime import DistributedRuntime
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.device_defaults import LEAST_HOST_TIER_BYTES
+from multilora_engine.dynamo.fleet_connection import FleetConnection, Link
 from multilora_engine.dynamo.fleet_messages import Describe, Described
 from multilora_engine.dynamo.fleet_operations import FleetOperator
 from multilora_engine.dynamo.fleet_router import FleetRouter
@@ -69,12 +72,16 @@ async def _serve(launch: Launch, on_ready: Any) -> None:
     config = EngineConfig.from_parameters(launch.parameters)
     heartbeat = Heartbeat(launch.heartbeat_fd, launch.heartbeat_interval_s)
     runtime = _runtime()
-    endpoint = runtime.endpoint(".".join(config.fleet_endpoint))
-    workers = Workers(await endpoint.client(), Context)
-    described = await _describe(workers, config.engine)
+    path_of_workers = ".".join(config.fleet_endpoint)
+    endpoint = runtime.endpoint(path_of_workers)
+    client = await endpoint.client()
+    described = await _describe(Workers(client, Context), config.engine)
     info = front_info(described.info, config)
-    kv_router = KvRouter(endpoint, described.block_size, KvRouterConfig())
-    router = FleetRouter(kv_router, workers, lambda taints: RoutingConstraints(preferred_taints=dict(taints)))
+    first = Link(client, KvRouter(endpoint, described.block_size, KvRouterConfig()), runtime.shutdown)
+    open_another = partial(open_link, path_of_workers, described.block_size)
+    connection = FleetConnection(first, open_another, config.request_timeout_s)
+    workers = Workers(connection, Context)
+    router = FleetRouter(connection, workers, lambda taints: RoutingConstraints(preferred_taints=dict(taints)))
     layout = info.adapter_layout
     uploads_bytes = int(config.lora.lora_cache_host_memory_bytes) or LEAST_HOST_TIER_BYTES
     uploads = FrontUploads(workers, uploads_bytes, layout.lora_dtype)
@@ -94,9 +101,27 @@ async def _serve(launch: Launch, on_ready: Any) -> None:
             relay.start()
             on_ready()
             logger.info("the fleet has %d workers", len(workers.ids))
+            keeping = loop.create_task(connection.keep())
             await _beat_until(has_ended, heartbeat)
+            keeping.cancel()
     loop.remove_reader(sys.stdin.fileno())
-    runtime.shutdown()
+    connection.close()
+
+
+async def open_link(path_of_workers: str, block_size: int) -> Link:
+    """A new runtime, while the process serves. It raises Dynamo's errors, which have no types.
+
+    The constructor holds the whole process up while it waits for etcd: two minutes by default, in which the front would
+    look like one that hangs.
+    """
+    os.environ["ETCD_STARTUP_CONNECT_TIMEOUT_SECONDS"] = "1"
+    runtime = _runtime()
+    with ExitStack() as failed:
+        failed.callback(runtime.shutdown)
+        endpoint = runtime.endpoint(path_of_workers)
+        link = Link(await endpoint.client(), KvRouter(endpoint, block_size, KvRouterConfig()), runtime.shutdown)
+        failed.pop_all()
+    return link
 
 
 def _runtime() -> Any:
@@ -128,12 +153,16 @@ async def _describe(workers: Workers, fleet: str) -> Described:
 
 
 def check_alike(told: list[Described]) -> None:
-    """Raises ConfigError unless the workers serve one model and store adapters alike."""
-    facts = {(one.info.vocab_size, one.info.adapter_layout, one.block_size, one.info.version) for one in told}
+    """Raises ConfigError unless the workers serve one checkpoint, compute in one type and store adapters alike."""
+    facts = {
+        (info.vocab_size, info.adapter_layout, info.dtype, info.kv_cache_dtype, one.block_size, info.version)
+        for one in told
+        for info in [one.info]
+    }
     if len(facts) > 1:
         raise ConfigError(
             f"{len(told)} workers of the fleet serve {len(facts)} different models, or with different parameters; all "
-            "need the same checkpoint, dtype, lora parameters, block_size and version"
+            "need the same checkpoint, dtype, kv_cache_dtype, lora parameters, block_size and version"
         )
 
 
