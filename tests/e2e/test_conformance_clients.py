@@ -244,7 +244,7 @@ def test_streamed_beams(url: str) -> None:
         stream(url, "tensorrt_llm", token_request(IDS, 3, True, beam_width=integer(2)))
 
 
-@row("token client", "return_context_logits and return_generation_logits: [tokens, vocabulary] of each beam")
+@row("token client", "return_context_logits and return_generation_logits: [tokens, vocabulary] of the one beam")
 def test_logits(url: str, greedy: list[int]) -> None:
     wanted = {"return_context_logits": flag(), "return_generation_logits": flag()}
     (result,) = stream(url, "tensorrt_llm", token_request(IDS, 2, False, **wanted))

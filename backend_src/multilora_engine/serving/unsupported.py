@@ -86,6 +86,22 @@ _SAMPLING_NAMES = {theirs: ours for theirs, ours in ENSEMBLE_NAMES.items() if ou
 _OTHER_NAMES = {**_SAMPLING_NAMES, **{ours: theirs for theirs, ours in _SAMPLING_NAMES.items()}}
 """Without `streaming`, which upstream's gRPC clients also send as a parameter."""
 
+ONLY_AT_GENERATION = frozenset(
+    {
+        "bad_words_list",
+        "beam_search_diversity_rate",
+        "early_stopping",
+        "embedding_bias",
+        "embedding_bias_ids",
+        "num_prompt_top_log_probs",
+        "request_output_len",
+        "return_prompt_log_probs",
+        "stop",
+        "stop_words_list",
+    }
+)
+"""Inputs of `generation` that the ensembles do not have under any name."""
+
 _NOTHING = frozenset({"false", "0", "0.0", ""})
 
 
@@ -104,6 +120,11 @@ def refuse_lost_inputs(parameters: Mapping[str, list[str]]) -> None:
         if name in _OTHER_NAMES and not _NOTHING.issuperset(map(str.lower, values)):
             raise InvalidRequest(
                 f"{name} is a parameter of the request and no input of this model, which has it as {_OTHER_NAMES[name]}"
+            )
+        if name in ONLY_AT_GENERATION and not _NOTHING.issuperset(map(str.lower, values)):
+            raise InvalidRequest(
+                f"{name} is a parameter of the request and no input of this model; generation and generation_unary "
+                "have it"
             )
 
 

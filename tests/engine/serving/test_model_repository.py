@@ -21,7 +21,7 @@ from multilora_engine.serving.outputs import (
     _OPTIONAL_COLUMNS,
     _PERF_COLUMNS,
 )
-from multilora_engine.serving.unsupported import UNSUPPORTED_OPTIONS, UNSUPPORTED_TENSORS
+from multilora_engine.serving.unsupported import ONLY_AT_GENERATION, UNSUPPORTED_OPTIONS, UNSUPPORTED_TENSORS
 from multilora_engine.tritonserver.upstream_models import door_config, text_door_config
 
 REPOSITORY = Path(__file__).parents[3] / "model_repository"
@@ -52,6 +52,15 @@ def test_the_parameters_are_those_of_the_engine_with_their_defaults_and_descript
     assert values["model_path"] == "${MULTILORA_MODEL}"
     parsed = EngineConfig.from_parameters(values, {"MULTILORA_MODEL": str(tmp_path)})
     assert parsed == EngineConfig(model_path=tmp_path)
+
+
+def test_what_only_generation_has_is_known_where_parameters_are_refused() -> None:
+    """But for ids in the place of texts, which an ensemble's preprocessing makes."""
+    generation = set(tensors(config("generation").input)) - {"input_ids", "input_lengths"}
+    for model in ("ensemble", "ensemble_unary"):
+        names = {ENSEMBLE_NAMES.get(name, name) for name in tensors(config(model).input)}
+        missing = generation - names - {*UNSUPPORTED_OPTIONS, *UNSUPPORTED_TENSORS}
+        assert missing == ONLY_AT_GENERATION
 
 
 def test_both_generation_models_take_and_give_the_same() -> None:

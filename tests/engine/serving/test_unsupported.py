@@ -8,6 +8,7 @@ from support.fake_triton import FakeRequest
 from multilora_engine.errors import InvalidRequest, Unsupported
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES, InputTensors
 from multilora_engine.serving.unsupported import (
+    ONLY_AT_GENERATION,
     UNSUPPORTED_OPTIONS,
     UNSUPPORTED_TENSORS,
     refuse_lost_inputs,
@@ -75,6 +76,13 @@ def test_an_input_of_other_models_is_refused_among_the_parameters_unless_it_asks
         with pytest.raises(InvalidRequest, match=f"^{name} is a parameter .* which has it as {right}$"):
             refuse_lost_inputs({name: ["0", "2"]})
         refuse_lost_inputs({name: ["0", "0.0", "False", "false", ""]})
+
+
+@pytest.mark.parametrize("name", sorted(ONLY_AT_GENERATION))
+def test_an_input_of_generation_is_refused_among_the_parameters_of_an_ensembles_request(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{name} is a parameter .* generation and generation_unary have it$"):
+        refuse_lost_inputs({name: ["1"]})
+    refuse_lost_inputs({name: ["0"]})
 
 
 def test_other_parameters_are_the_client_s_own() -> None:
