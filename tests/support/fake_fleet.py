@@ -118,6 +118,11 @@ class FakeWorker:
         del self.cards[name]
 
     async def put(self, upload: Upload, pages: bytearray) -> None:
+        if (
+            not self.uploads.replaces
+            and self.in_engine.get(upload.task_id, upload.header.digest) != upload.header.digest
+        ):
+            raise RelayedError("ALREADY_EXISTS", "the engine refuses other weights")
         self.log.append(f"put {upload.header.digest}")
         self.in_engine[upload.task_id] = upload.header.digest
 

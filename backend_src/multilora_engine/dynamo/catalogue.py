@@ -15,6 +15,7 @@ from multilora_engine.dynamo.card import AdapterCard, card_of
 from multilora_engine.dynamo.fleet_messages import (
     NEW_VERSION,
     Announce,
+    FindUpload,
     Forget,
     Found,
     ReadNews,
@@ -23,7 +24,7 @@ from multilora_engine.dynamo.fleet_messages import (
 from multilora_engine.dynamo.fleet_uploads import FleetUploads, Reader, digest_of, pages_of
 from multilora_engine.dynamo.keyed_locks import KeyedLocks
 from multilora_engine.dynamo.workers import WorkerGone, Workers, checked
-from multilora_engine.errors import AdapterConflict, InvalidRequest, RequestError
+from multilora_engine.errors import InvalidRequest, RequestError
 from multilora_engine.lora.names import TaskId, check_name, number_of, task_id_of, tenant_of
 from multilora_engine.process.messages import adapter_header
 from multilora_wire.adapter_info import AdapterInfo
@@ -79,11 +80,12 @@ class FleetCatalogue:
         """Take the next bytes of an upload. Returns the complete upload as all workers know it, None before.
 
         A client that sends other weights for an adapter of the sources names its task id only: the name stays with it.
+        Raises RequestError, as `FleetUploads.outcome` does.
         """
         if not upload.name and not upload.header.tenant:
             upload = msgspec.structs.replace(upload, name=self._adapters.name_of(upload.header.lora_task_id))
         taken = await self._uploads.take_piece(upload, offset, piece)
-        return None if taken is None else await self._spread(taken)
+        return None if taken is None else await self._spread(taken, upload)
 
     async def read(self, lora_task_id: int, name: str, source: str, path: str) -> Upload:
         """Read an adapter from a path in the sources, and make it known to all workers. Raises RequestError."""
@@ -92,7 +94,7 @@ class FleetCatalogue:
             pages = await asyncio.to_thread(pages_of, packed)
             digest = await asyncio.to_thread(digest_of, packed, self._layout)
             upload = Upload(adapter_header(lora_task_id, packed), name, digest, len(pages), NEW_VERSION, path)
-            return await self._spread(await self._uploads.add(upload, pages))
+            return await self._spread(await self._uploads.add(upload, pages), upload)
 
     async def load(self, name: str, path: str = "") -> AdapterCard:
         """Load the adapter at `path`, or the one that the fleet or the sources have under `name`, and publish its card.
@@ -129,7 +131,7 @@ class FleetCatalogue:
         self._uploads.forget(task_id)
 
     async def learn(self, news: Upload | Forget) -> None:
-        """Take in another worker's news of an adapter. Raises AdapterConflict."""
+        """Take in another worker's news of an adapter, unless a later version is known."""
         if not self._uploads.learn(news):
             return
         if isinstance(news, Upload):
@@ -175,18 +177,15 @@ class FleetCatalogue:
                 async for answer in answers:
                     news = answer.upload if isinstance(answer, Found) else answer
                     if isinstance(news, Upload | Forget):
-                        await self._learn_or_warn(news)
+                        await self.learn(news)
         except TimeoutError:
             raise WorkerGone(f"a worker has not told its news within {_NEWS_TIMEOUT_S:g} s") from None
 
-    async def _learn_or_warn(self, news: Upload | Forget) -> None:
-        try:
-            await self.learn(news)
-        except AdapterConflict as error:
-            logger.warning("workers disagree: %s", error)
+    async def _spread(self, upload: Upload, sent: Upload) -> Upload:
+        """Publish the adapter's card and tell the others of the adapter. Returns the upload that counts then.
 
-    async def _spread(self, upload: Upload) -> Upload:
-        """Publish the adapter's card and tell the others of the adapter. Raises the error of a worker that refuses."""
+        sent: the upload as it came. Raises the error of a worker that refuses, and those of `FleetUploads.outcome`.
+        """
         try:
             await self._show(upload)
         except Exception:
@@ -197,9 +196,22 @@ class FleetCatalogue:
             # A worker that is lost asks for news when it is back.
             if isinstance(answer, RequestError) and not isinstance(answer, WorkerGone):
                 raise answer
+        if not self._uploads.replaces:
+            await self._hear_of_rivals(upload)
+            upload = self._uploads.outcome(sent)
         if not upload.place:
             await self._keep_twice(upload)
         return upload
+
+    async def _hear_of_rivals(self, upload: Upload) -> None:
+        """Learn other weights that another worker took at the same moment.
+
+        It has heard of `upload` by now. If it still knows others, theirs is the later version.
+        """
+        asked = FindUpload(number_of(upload.task_id), tenant_of(upload.task_id))
+        for answer in await self._workers.ask_all(asked):
+            if isinstance(answer, Found) and answer.upload is not None:
+                await self.learn(answer.upload)
 
     async def _replace_keepers(self) -> None:
         """Once a worker is gone, make another keep each adapter here that a client sent: it may be the only copy."""

@@ -17,7 +17,7 @@ from multilora_engine.dynamo.fleet_messages import FindUpload, Forget, Found, Pi
 from multilora_engine.dynamo.keyed_locks import KeyedLocks
 from multilora_engine.dynamo.page_store import PageStore
 from multilora_engine.dynamo.workers import PIECE_TIMEOUT_S, WorkerGone, Workers, checked
-from multilora_engine.errors import AdapterConflict, InvalidRequest, RequestError
+from multilora_engine.errors import AdapterConflict, AdapterNotFound, InvalidRequest, RequestError
 from multilora_engine.lora.names import TaskId, label_of, number_of, tenant_of
 from multilora_wire.layout import AdapterLayout
 
@@ -35,6 +35,7 @@ class Engine(Protocol):
     """The part of `EngineOperator` that is needed."""
 
     async def put(self, upload: Upload, pages: bytearray) -> None: ...
+    async def unload(self, lora_task_id: int, tenant: str = "") -> object: ...
 
 
 class Reader(Protocol):
@@ -62,7 +63,7 @@ class FleetUploads:
         max_known: int = MAX_KNOWN,
         piece_timeout_s: float = PIECE_TIMEOUT_S,
     ) -> None:
-        """replaces: whether other weights for a known task id take its place (`lora_on_conflict`).
+        """replaces: whether a client's other weights for a known task id take its place (`lora_on_conflict`).
 
         piece_timeout_s: for each piece of pages from another worker.
         """
@@ -78,6 +79,11 @@ class FleetUploads:
         self._state: str | None = None
         self._in_engine: dict[TaskId, str] = {}
         self._locks: KeyedLocks[TaskId] = KeyedLocks()
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a client's other weights for a known task id take its place."""
+        return self._replaces
 
     @property
     def state(self) -> str:
@@ -119,13 +125,17 @@ class FleetUploads:
     def learn(self, news: Upload | Forget) -> bool:
         """Remember an upload, or its end, unless a later version is known. Returns whether it was news.
 
-        Raises AdapterConflict.
+        The order of versions alone decides, also where other weights are refused: workers that have heard the same, in
+        whatever order, know the same.
         """
         known = self._known.get(news.task_id)
-        if isinstance(known, Upload) and isinstance(news, Upload):
-            self._check_conflict(known, news)
         if known is not None and known.version >= news.version:
             return False
+        if isinstance(known, Upload) and isinstance(news, Upload) and self._is_conflict(known, news):
+            logger.warning(
+                "LoRA task %s had two uploads at the same time, or while workers were cut off; the later one counts",
+                label_of(news.task_id),
+            )
         self._known[news.task_id] = news
         if isinstance(news, Forget):
             self._in_engine.pop(news.task_id, None)
@@ -164,10 +174,12 @@ class FleetUploads:
         """Give the engine an upload whose pages were checked. Returns the upload as it is known then.
 
         A new upload gets its version, and the name that its task id has, unless the same weights are known already.
-        Raises RequestError; nothing has changed then.
+        Raises RequestError, as `outcome` does; the upload is not known then.
         """
-        task_id = upload.task_id
+        task_id, sent = upload.task_id, upload
         known = self._known.get(task_id)
+        if upload.is_new and isinstance(known, Upload):
+            self._check_conflict(known, upload)  # A client's own upload only: with a version it has passed this check.
         if upload.is_new and isinstance(known, Upload) and known.pages_digest == upload.pages_digest:
             upload = known
         elif upload.is_new:
@@ -178,17 +190,31 @@ class FleetUploads:
         is_news = self.learn(upload)
         self._pages.put(upload.pages_digest, pages)
         try:
-            await self.bring(task_id)
+            await self.bring(task_id, may_replace=not sent.is_new)
         except RequestError:
             if is_news and self._known.get(task_id) is upload:
                 self._take_back(task_id, known)
             raise
-        return self.find(task_id) or upload
+        return self.outcome(sent)
 
-    async def bring(self, task_id: TaskId, is_lost: bool = False) -> bool:
+    def outcome(self, sent: Upload) -> Upload:
+        """The upload that counts after `sent` has come.
+
+        Raises AdapterNotFound if the adapter was unloaded since `sent` got its version, and AdapterConflict if `sent`
+        is a client's own upload, and other weights that came at the same moment have the later version.
+        """
+        known = self.find(sent.task_id)
+        if known is None:
+            raise AdapterNotFound(sent.task_id)
+        if sent.is_new:
+            self._check_conflict(known, sent)
+        return known
+
+    async def bring(self, task_id: TaskId, is_lost: bool = False, may_replace: bool = True) -> bool:
         """Give the engine the latest upload of a task id. Returns whether there is one.
 
-        is_lost: the engine has said that it lacks the upload. Raises RequestError if the pages cannot be had.
+        is_lost: the engine has said that it lacks the upload. may_replace: an engine that refuses other weights forgets
+        those that it has. Raises RequestError if the pages cannot be had.
         """
         async with self._locks.held(task_id):
             known = self._known.get(task_id)
@@ -196,7 +222,7 @@ class FleetUploads:
             if upload is None:
                 return False
             if is_lost or self._in_engine.get(task_id) != upload.pages_digest:
-                await self._engine.put(upload, await self._pages_of(upload))
+                await self._put(upload, await self._pages_of(upload), may_replace)
                 self._in_engine[task_id] = upload.pages_digest
             return True
 
@@ -214,8 +240,21 @@ class FleetUploads:
             self._known[task_id] = known
         self._state = None
 
+    async def _put(self, upload: Upload, pages: bytearray, may_replace: bool) -> None:
+        try:
+            await self._engine.put(upload, pages)
+        except RequestError as error:
+            if error.code != AdapterConflict.code or not may_replace:
+                raise
+            # The fleet has decided; the engine knows the order of its own uploads only.
+            await self._engine.unload(number_of(upload.task_id), tenant_of(upload.task_id))
+            await self._engine.put(upload, pages)
+
+    def _is_conflict(self, known: Upload, upload: Upload) -> bool:
+        return known.header.digest != upload.header.digest and not self._replaces
+
     def _check_conflict(self, known: Upload, upload: Upload) -> None:
-        if known.header.digest != upload.header.digest and not self._replaces:
+        if self._is_conflict(known, upload):
             raise AdapterConflict(upload.task_id, known.header.digest, upload.header.digest)
 
     async def _ask_others(self, task_id: TaskId) -> Upload | None:

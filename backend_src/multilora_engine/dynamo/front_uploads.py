@@ -10,7 +10,7 @@ from multilora_engine.dynamo.fleet_uploads import MAX_KNOWN
 from multilora_engine.dynamo.keyed_locks import KeyedLocks
 from multilora_engine.dynamo.page_store import PageStore, pieces
 from multilora_engine.dynamo.workers import Workers, checked
-from multilora_engine.errors import InternalError
+from multilora_engine.errors import AdapterNotFound, InternalError, RequestError
 from multilora_engine.lora.names import TaskId
 from multilora_engine.process.messages import AdapterHeader
 
@@ -21,7 +21,10 @@ _PIECE_TIMEOUT_S = 30.0
 class FrontUploads:
     """Sends an adapter to one worker, which tells the others; they fetch the adapter from that worker.
 
-    The adapter also stays here as long as there is room, and is sent again when no worker has it for a request.
+    The adapter also stays here as long as there is room, and is sent again, under the version that it had, when no
+    worker has it for a request. It is no longer sent once a worker has told that it was unloaded or replaced: workers
+    that were all started again do not know that any more, and would take it for the latest one. A front learns it by
+    asking: if nobody asks this front for the adapter between its end and the end of all workers, it comes back.
     """
 
     def __init__(self, workers: Workers, max_bytes: int, lora_dtype: str, max_known: int = MAX_KNOWN) -> None:
@@ -40,6 +43,11 @@ class FrontUploads:
     def forget(self, task_id: TaskId) -> None:
         """Forget the upload of a task id."""
         self._latest.pop(task_id, None)
+
+    def drop(self, upload: Upload) -> None:
+        """Forget an upload that a worker has told to be unloaded or replaced; a later one that came here stays."""
+        if self._latest.get(upload.task_id) == upload:
+            del self._latest[upload.task_id]
 
     async def settle(self, task_id: TaskId | None) -> None:
         """Wait until the earlier uploads of a task id have arrived, or failed."""
@@ -66,12 +74,22 @@ class FrontUploads:
             return worker_id
 
     async def send_again(self, upload: Upload, worker_id: int) -> bool:
-        """Send an upload to a worker, because no worker has it any more. Returns whether its pages are still here."""
+        """Send an upload to a worker, because no worker has it any more. Returns whether its pages are still here.
+
+        Raises RequestError: NOT_FOUND if the worker knows that the adapter was unloaded.
+        """
         async with self._locks.held(upload.task_id):
             pages = self._pages.get(upload.pages_digest)
             if pages is None:
                 return False
-            await self._send(upload, pages, worker_id)
+            try:
+                taken = await self._send(upload, pages, worker_id)
+            except RequestError as error:
+                if error.code == AdapterNotFound.code:
+                    self.drop(upload)
+                raise
+            if taken.version > upload.version:
+                self.drop(upload)
         return True
 
     def _remember(self, upload: Upload) -> None:

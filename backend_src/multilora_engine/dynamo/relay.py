@@ -218,6 +218,9 @@ class FleetRelay:
                             break
                         if not has_begun:
                             has_begun = True
+                            if upload is not None and output.lora_digest not in ("", upload.header.digest):
+                                # The worker has heard of this version, so that it answers with no earlier one.
+                                self._uploads.drop(upload)
                             await self._router.begun(request.request_id)
                         yield output
                         if output.is_final:

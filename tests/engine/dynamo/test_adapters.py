@@ -16,7 +16,14 @@ from multilora_engine.dynamo.fleet_messages import NEW_VERSION, Describe, Found,
 from multilora_engine.dynamo.fleet_uploads import UploadLost, pages_of
 from multilora_engine.dynamo.updates import EVENTS, SystemUpdates, path_of
 from multilora_engine.dynamo.workers import WorkerGone
-from multilora_engine.errors import InvalidRequest, PathNotCovered, RelayedError
+from multilora_engine.errors import (
+    AdapterConflict,
+    AdapterNotFound,
+    InvalidRequest,
+    PathNotCovered,
+    RelayedError,
+    RequestError,
+)
 from multilora_engine.lora.format import content_digest, pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import task_id_of
@@ -262,6 +269,60 @@ def test_a_worker_that_was_cut_off_hears_of_what_it_has_missed(fleet: FakeFleet)
     assert len({worker.uploads.state for worker in fleet.workers.values()}) == 1
     assert run(fleet[3].uploads.bring(X)) == [True]
     assert fleet[3].in_engine[X] == B.digest
+
+
+def refusing_fleet(num_workers: int) -> FakeFleet:
+    fleet = FakeFleet(num_workers, replaces=False)
+    for worker in fleet.workers.values():
+        worker.at_path = {"/a": A, "/b": B}
+    return fleet
+
+
+@pytest.mark.parametrize("num_turns", range(0, 60, 3))
+@pytest.mark.parametrize("second", [1, 3])
+def test_of_two_loads_at_the_same_moment_one_is_refused_and_all_workers_agree(num_turns: int, second: int) -> None:
+    fleet = refusing_fleet(3)
+
+    async def load_later() -> AdapterCard:
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        return await fleet[second].catalogue.load("x", "/b")
+
+    async def race() -> list[AdapterCard | BaseException]:
+        return await asyncio.gather(fleet[2].catalogue.load("x", "/a"), load_later(), return_exceptions=True)
+
+    told = run(race())[0]
+    (won,) = [card for card in told if isinstance(card, AdapterCard)]
+    (refused,) = [error for error in told if isinstance(error, RequestError)]
+    assert refused.code == "ALREADY_EXISTS"
+    assert [run(worker.uploads.bring(X)) for worker in fleet.workers.values()] == [[True]] * 3
+    assert [worker.in_engine for worker in fleet.workers.values()] == [{X: won.digest}] * 3
+    assert [worker.adapters.cards for worker in fleet.workers.values()] == [[won]] * 3
+    assert len({worker.uploads.state for worker in fleet.workers.values()}) == 1
+
+
+def test_a_worker_that_missed_an_unload_learns_other_weights_although_it_refuses_them() -> None:
+    fleet = refusing_fleet(2)
+    run(fleet[1].catalogue.load("x", "/a"), fleet[2].uploads.bring(X))
+    fleet[2].is_cut_off = True
+    run(fleet[1].catalogue.unload("x"), fleet[1].catalogue.load("x", "/b"))
+    fleet[2].is_cut_off = False
+    run(hear(fleet[2]), fleet[2].uploads.bring(X))
+    assert fleet[2].in_engine == fleet[1].in_engine == {X: B.digest}
+    with pytest.raises(AdapterConflict):
+        run(fleet[2].catalogue.load("x", "/a"))
+    assert fleet[2].uploads.state == fleet[1].uploads.state
+
+
+def test_an_upload_that_is_sent_again_after_its_end_gets_no_card(fleet: FakeFleet) -> None:
+    pages = bytes(pages_of(A))
+    digest = content_digest(A.rows, A.pages, LAYOUT.lora_dtype)
+    new = Upload(adapter_header(X, A), "x", digest, len(pages), NEW_VERSION)
+    (upload,) = run(fleet[1].catalogue.take_piece(new, 0, pages))
+    run(fleet[2].catalogue.unload("x"))
+    with pytest.raises(AdapterNotFound):
+        run(fleet[1].catalogue.take_piece(upload, 0, pages))
+    assert all(worker.cards == worker.in_engine == {} for worker in fleet.workers.values())
 
 
 def test_all_workers_forget_the_uploads_that_came_first() -> None:

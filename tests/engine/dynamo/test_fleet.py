@@ -20,6 +20,7 @@ from support.fronts import RecordingListener, generation_request
 
 from multilora_engine.dynamo import front_uploads
 from multilora_engine.dynamo.fleet_messages import (
+    NEW_VERSION,
     Announce,
     Described,
     Piece,
@@ -37,7 +38,7 @@ from multilora_engine.dynamo.front_uploads import FrontUploads
 from multilora_engine.dynamo.page_store import PageStore, pieces
 from multilora_engine.dynamo.relay import FleetRelay
 from multilora_engine.dynamo.workers import Workers
-from multilora_engine.errors import AdapterConflict, InvalidRequest
+from multilora_engine.errors import InvalidRequest, RelayedError
 from multilora_engine.lora.format import content_digest, pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import task_id_of
@@ -351,9 +352,11 @@ def test_the_later_of_two_uploads_counts_in_whatever_order_they_are_heard_of() -
         assert fleet[2].in_engine[7] == new.header.digest
         refusing = FakeFleet(1, replaces=False)
         await send(refusing, 1, old, old_pages)
-        refusing[1].uploads.learn(msgspec.structs.replace(old, version=5))
-        with pytest.raises(AdapterConflict):
-            refusing[1].uploads.learn(new)
+        with pytest.raises(RelayedError, match="is cached with other weights") as refused:
+            await send(refusing, 1, msgspec.structs.replace(new, version=NEW_VERSION), new_pages)
+        assert refused.value.code == "ALREADY_EXISTS"
+        await send(refusing, 1, new, new_pages)
+        assert refusing[1].in_engine[7] == new.header.digest, "another worker has taken it: its version decides"
 
     run(test())
 
@@ -418,6 +421,58 @@ def test_an_adapter_that_all_workers_have_lost_comes_from_the_front(tmp_path: Pa
             await front.put(7, adapter)
             fleet.workers = FakeFleet(1).workers  # it has started again, and knows nothing
             assert (await front.ask("r", [5], 7))[-1].lora_digest == adapter.digest
+
+    run(test())
+
+
+def test_an_adapter_that_was_unloaded_elsewhere_does_not_come_back_from_the_front(tmp_path: Path) -> None:
+    async def test() -> None:
+        fleet = FakeFleet(2)
+        x = task_id_of("x")
+        async with served(fleet, tmp_path) as front:
+            await front.put(x, packed(), "x")
+            await fleet[2].catalogue.unload("x")
+            told = [await front.ask("r0", [5], x), await front.ask("r1", [5], x)]
+            assert all(worker.cards == {} for worker in fleet.workers.values())
+            fleet.workers = FakeFleet(2).workers  # they have started again, and know nothing of its end
+            told.append(await front.ask("r2", [5], x))
+        assert [outputs[-1].error_code for outputs in told] == ["NOT_FOUND"] * 3
+        assert all(worker.cards == worker.in_engine == {} for worker in fleet.workers.values())
+
+    run(test())
+
+
+def test_an_earlier_version_does_not_come_back_from_the_front(tmp_path: Path) -> None:
+    async def test() -> None:
+        fleet = FakeFleet(2)
+        for worker in fleet.workers.values():
+            worker.at_path = {"/b": packed(2)}
+        x = task_id_of("x")
+        async with served(fleet, tmp_path) as front:
+            await front.put(x, packed(1), "x")
+            await fleet[2].catalogue.load("x", "/b")
+            assert (await front.ask("r0", [5], x))[-1].lora_digest == packed(2).digest
+            fleet.workers = FakeFleet(2).workers  # they have started again, and know nothing of either version
+            assert (await front.ask("r1", [5], x))[-1].error_code == "NOT_FOUND"
+            await front.put(x, packed(1), "x")
+            assert (await front.ask("r2", [5], x))[-1].lora_digest == packed(1).digest
+
+    run(test())
+
+
+def test_a_front_drops_a_version_that_a_worker_replaces_as_it_is_sent_again() -> None:
+    async def test() -> None:
+        fleet = FakeFleet(1)
+        uploads = FrontUploads(Workers(FakeClient(fleet), FakeContext), 1 << 22, LAYOUT.lora_dtype)
+        upload, pages = upload_of(7, seed=1)
+        await uploads.take(upload.header, "", memoryview(pages), partial(asyncio.sleep, 0, 1))
+        sent = uploads.find(7)
+        assert sent is not None
+        later, later_pages = upload_of(7, seed=2, version=sent.version + 1)
+        await send(fleet, 1, later, later_pages)
+        assert await uploads.send_again(sent, 1)
+        assert uploads.find(7) is None
+        assert fleet[1].uploads.find(7) == later
 
     run(test())
 
