@@ -14,9 +14,9 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -85,6 +85,14 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def digest(self) -> str:
         return self.key_sha256 or digest_of(self.key)
+
+
+_UNLIMITED: Mapping[str, Any] = {
+    "requests_per_minute": None,
+    "tokens_per_minute": None,
+    "priority": None,
+    "weight": 1.0,
+}
 
 
 class _KeyFile(msgspec.Struct, frozen=True):
@@ -174,6 +182,11 @@ class KeyRing:
         """The caller with this key; None if there is none. The duration tells nothing about the file's keys."""
         self._read_again_if_changed()
         return self._callers.get(digest_of(key))
+
+    def limited_ids(self) -> list[str]:
+        """The ids of the keys with limits, a priority or a weight, which only the engine keeps."""
+        callers = self._callers.values()
+        return [one.id for one in callers if msgspec.structs.replace(one.entry, **_UNLIMITED) != one.entry]
 
     def _read_again_if_changed(self) -> None:
         version = _version_of(self._path)

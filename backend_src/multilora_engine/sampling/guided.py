@@ -6,6 +6,7 @@ The grammars themselves are llguidance's work; here are its limits, its masks an
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,16 @@ _MIN_CACHED_BYTES = 1024
 
 _JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 """Unlimited white space is legal JSON, and a model that is lost writes it until `max_tokens`."""
+
+_LARGEST_NUMBER = 2**53
+"""Of a JSON schema, as in I-JSON (RFC 7493): llguidance rounds larger bounds in silence, and one near -2^63 ends the
+process."""
+
+_NESTED_SCHEMA = "%json"
+"""Of Lark grammars."""
+
+_INTEGER = re.compile(r"-?[0-9]{1,100}")
+_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?(?:[eE]\+?[0-9]+)?")
 
 _ANY_JSON = json.dumps({"type": ["object", "array"]})
 
@@ -143,7 +154,7 @@ class GuideCompiler:
     def _compile_new(self, guide: Guide) -> LLMatcher:
         try:
             grammar = _grammar(guide)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"the {guide.type} guide is malformed: {error}") from None
         limits = LLParserLimits(
             max_lexer_states=_MAX_LEXER_STATES, step_lexer_fuel=_MAX_STEP_LEXER_FUEL, verbose_errors=False
@@ -167,11 +178,23 @@ def _grammar(guide: Guide) -> str:
         case "json":
             return LLMatcher.grammar_from_json_schema(_ANY_JSON, defaults=_JSON_OPTIONS)
         case "json_schema":
+            json.loads(guide.text, parse_int=_checked, parse_float=_checked)
             return LLMatcher.grammar_from_json_schema(guide.text, defaults=_JSON_OPTIONS)
         case "regex":
             return LLMatcher.grammar_from_regex(guide.text)
         case "ebnf_grammar":
+            if _NESTED_SCHEMA in guide.text:
+                for number in _NUMBER.findall(guide.text):
+                    _checked(number)
             return grammar_from("ebnf", guide.text)
+
+
+def _checked(number: str) -> float:
+    """Raises ValueError for a number beyond those that grammars are made of."""
+    value = int(number) if _INTEGER.fullmatch(number) else float(number)
+    if abs(value) > _LARGEST_NUMBER:
+        raise ValueError(f"{number[:40]} is beyond 2^53, the largest number of a JSON schema")
+    return value
 
 
 def _bitmask(token_ids: list[int], vocab_size: int) -> NDArray[np.int32]:

@@ -217,6 +217,11 @@ def _read_catalogue(
             raise InvalidRequest(f"adapter {name!r} is given twice")
         directories[name] = Path(directory)
     keys = KeyRing(api_keys) if api_keys else None
+    if keys is not None and not forwards_keys and (limited := keys.limited_ids()):
+        raise InvalidRequest(
+            f"the keys {', '.join(limited)} of {api_keys} have limits, a priority or a weight, which the server keeps: "
+            "give the server the same file (api_keys_file) and this command --forward-keys, or leave them out"
+        )
     if forwards_keys and keys is None:
         raise InvalidRequest("--forward-keys needs --api-keys, the same file as the server's api_keys_file")
     return Catalogue(base, load_adapters(directories), keys, forwards_keys, allows_loading)

@@ -12,7 +12,7 @@ from fastapi import Depends, Request
 
 from multilora_client.client import AsyncClient
 from multilora_client.console.state import Console
-from multilora_client.errors import MultiloraClientError, Unauthenticated
+from multilora_client.errors import MultiloraClientError, RateExceeded, Unauthenticated
 from multilora_client.openai.catalogue import Access, Catalogue
 from multilora_client.openai.connections import network_of
 from multilora_client.openai.errors import Failure
@@ -56,7 +56,10 @@ class OpenaiFront:
         return f"{secret} {network_of(address) if access.caller is None else access.caller.id}"
 
     async def describe_model(self, access: Access) -> ModelInfo:
-        """The model of the server behind. Raises Failure (503) when it does not tell soon, Unauthenticated."""
+        """The model of the server behind.
+
+        Raises Failure (503) when it does not tell soon, Unauthenticated, RateExceeded.
+        """
         return await _soon(self.client_of(access).describe_model())
 
     async def check_server(self) -> None:
@@ -97,7 +100,7 @@ Operator = Annotated[Access, Depends(operator_of)]
 async def _soon(description: Awaitable[ModelInfo]) -> ModelInfo:
     try:
         return await asyncio.wait_for(description, _PATIENCE_S)
-    except Unauthenticated:
+    except (Unauthenticated, RateExceeded):
         raise
     except (MultiloraClientError, TimeoutError):
         raise Failure(503, "the server behind does not answer", "unavailable") from None

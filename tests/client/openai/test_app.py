@@ -265,6 +265,14 @@ def test_each_callers_key_goes_on_and_names_beyond_the_catalogue_mean_the_server
     assert server.requests[-1].api_key == PIRATES_KEY
 
 
+def test_a_model_that_nobody_has_is_not_found(forwarding: TestClient, server: Any) -> None:
+    server.report |= {"adapters": []}
+    forwarding.headers["Authorization"] = f"Bearer {TENANTS_KEY}"
+    answer = forwarding.get("/v1/models/secret")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert forwarding.get("/v1/models/base").status_code == 200
+
+
 def test_the_models_of_a_forwarded_key_are_what_the_server_lists_for_it_too(
     forwarding: TestClient, server: Any
 ) -> None:

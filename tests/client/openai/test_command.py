@@ -169,6 +169,8 @@ def test_a_server_that_does_not_answer_is_said_and_waited_for(served: list[Any])
         ({}, None, ["--adapter", "other"], "write NAME=DIR"),
         ({}, {"secret": ["base"]}, [], 'write {"keys": ['),
         ({}, {"keys": [{"key": "too short, a secret"[:9], "base_model": True}]}, [], "at least 16 are needed"),
+        ({}, {"keys": [{"key": "a" * 16, "base_model": True, "requests_per_minute": 3}]}, [], "which the server keeps"),
+        ({}, {"keys": [{"key": "a" * 16, "base_model": True, "weight": 2.0}]}, [], "--forward-keys, or leave them out"),
         ({}, None, ["--forward-keys"], "--forward-keys needs --api-keys"),
         ({}, None, ["--allow-host", "chat.example"], "give --console, too"),
         ({}, None, ["--trusted-proxy", "*"], "--trusted-proxy is '*'; write an address"),

@@ -252,7 +252,12 @@ def test_a_preempted_answer_goes_on_where_it_was(
         (Guide("json_schema", '{"type": "array", "uniqueItems": true}'), "uniqueItems"),
         (Guide("json_schema", '{"$ref": "http://example.org/x"}'), "does not fetch"),
         (Guide("json_schema", '{"$ref": "#"}'), "no answer from here"),
-        (Guide("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000), "recursion limit"),
+        (Guide("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000), "recursion"),
+        # llguidance ends the process over these two, and rounds the bounds of the third.
+        (Guide("json_schema", f'{{"enum": [{-(2**63)}]}}'), "-9223372036854775808 is beyond 2"),
+        (Guide("json_schema", '{"type": "integer", "minimum": -1e30, "maximum": -1e29}'), r"-1e30 is beyond 2\^53"),
+        (Guide("json_schema", f'{{"type": "integer", "minimum": {2**53 + 1}}}'), "9007199254740993 is beyond"),
+        (Guide("ebnf_grammar", f'start: "x" %json {{"const": {-(2**63)}}}'), "9223372036854775808 is beyond"),
         (Guide("regex", "(a"), "unclosed group"),
         (Guide("regex", ""), "nothing but an empty answer"),
         (Guide("regex", "(" * 20_000 + "a" + ")" * 20_000), "regex guide is malformed"),

@@ -26,7 +26,11 @@ async def list_models(caller: Caller, front: TheFront) -> dict[str, Any]:
 
 @reads(router, "/v1/models/{name:path}")
 async def retrieve_model(name: str, caller: Caller, front: TheFront) -> dict[str, Any]:
-    return _card(caller.model(name).name, front, await _max_model_len(front, caller))
+    """Raises Failure (404) for a name that neither the front nor the server has for the caller."""
+    model = caller.model(name)
+    if model.name not in caller.names and model.name not in await _names_at_server(front, caller):
+        raise Failure(404, f"there is no model {name!r}", "model_not_found", "model")
+    return _card(model.name, front, await _max_model_len(front, caller))
 
 
 def _card(name: str, front: OpenaiFront, max_model_len: int | None) -> dict[str, Any]:

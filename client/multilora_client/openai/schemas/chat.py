@@ -121,6 +121,8 @@ class ChatRequest(Sampling):
         if self.tool_use.is_forced and any(guides.values()):
             asked = next(name for name, guide in guides.items() if guide)
             raise invalid(f"{asked} and a tool_choice that forces a call contradict each other", asked)
+        if self.tool_use.is_forced and self.stop:
+            raise invalid("stop would cut the call that tool_choice forces; leave one of them out", "stop")
         self.guide()
         return self
 

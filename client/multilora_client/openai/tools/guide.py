@@ -11,6 +11,10 @@ _ANY_OBJECT: Schema = {"type": "object"}
 _ANSWER = "answer"
 
 
+_DATA = frozenset({"const", "default", "enum", "examples"})
+_SCHEMAS_BY_NAME = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
+
+
 def arguments_schema(parameters: Schema | None) -> Schema:
     """The schema of one function's arguments. parameters: those of its definition; without any it takes any object."""
     return parameters or _ANY_OBJECT
@@ -58,15 +62,23 @@ def _place(key: str) -> str:
     return f"#/$defs/{key}"
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references to itself hold where it is only a part of another one."""
+def _moved(schema: Any, place: str, has_names: bool = False) -> Any:
+    """A schema whose references to itself hold where it is only a part of another one.
+
+    has_names: its keys are names of the user's, not words of JSON Schema.
+    """
     if isinstance(schema, list):
         return [_moved(part, place) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        key: place + value.removeprefix("#")
-        if key == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, place)
-        for key, value in schema.items()
-    }
+    if has_names:
+        return {name: _moved(value, place) for name, value in schema.items()}
+    return {word: _moved_value(word, value, place) for word, value in schema.items()}
+
+
+def _moved_value(word: str, value: Any, place: str) -> Any:
+    if word in _DATA:
+        return value
+    if word == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+        return place + value.removeprefix("#")
+    return _moved(value, place, has_names=word in _SCHEMAS_BY_NAME)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -99,6 +100,7 @@ def test_a_parameter_reaches_the_server(
         ({"tools": [SKY, SKY]}, "tools", "invalid_value"),
         ({"tools": [{"type": "custom", "custom": {"name": "sky"}}]}, "tools", "invalid_value"),
         ({"tools": [SKY], "tool_choice": "required", "guided_regex": "a"}, "guided_regex", "invalid_value"),
+        ({"tools": [SKY], "tool_choice": "required", "stop": "}"}, "stop", "invalid_value"),
         ({"store": True}, "store", "unsupported_value"),
         ({"made_up": 1}, "made_up", "unknown_parameter"),
         ({"skip_special_tokens": False}, "skip_special_tokens", "unsupported_value"),
@@ -141,6 +143,21 @@ def test_a_parameter_that_cannot_be_honoured_is_refused_by_name(
     assert param is None or param in error["message"]
     assert "Value error" not in error["message"]
     assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"stop": ["a"] * 17}, "at most 16 items"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content.*type.*'text'"),
+        ({"tools": [SKY], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.*type.*'function'"),
+    ],
+)
+def test_a_field_of_several_types_is_refused_by_the_one_that_was_sent(
+    front: TestClient, given: dict[str, Any], message: str
+) -> None:
+    error = front.post(CHAT_PATH, json=CHAT | given).json()["error"]
+    assert re.search(message, error["message"])
 
 
 def test_messages_become_what_chat_templates_know(front: TestClient, server: Any) -> None:

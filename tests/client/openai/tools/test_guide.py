@@ -72,6 +72,23 @@ def test_an_answer_fits_by_its_own_schema() -> None:
     assert not fits(schema, {"$ref": "1"})
 
 
+def test_data_and_names_stay_as_they_are() -> None:
+    parameters = {
+        "type": "object",
+        "properties": {
+            "at": {"const": {"$ref": "#/x"}},
+            "one": {"enum": [{"$ref": "#"}], "examples": [{"$ref": "#"}], "default": {"$ref": "#"}},
+            "const": {"$ref": "#/$defs/n"},
+            "by name": {"$ref": "#here"},
+        },
+        "$defs": {"n": {"type": "integer"}, "const": {"$anchor": "here", "type": "boolean"}},
+    }
+    schema = calls_schema({"f": parameters}, None)
+    assert fits(schema, [call("f", {"at": {"$ref": "#/x"}, "one": {"$ref": "#"}, "const": 3, "by name": True})])
+    assert not fits(schema, [call("f", {"const": "3"})])
+    assert not fits(schema, [call("f", {"by name": 3})])
+
+
 def test_a_function_without_parameters_takes_any() -> None:
     assert fits(arguments_schema(None), {"a": 1})
     assert arguments_schema(POINT) == POINT
