@@ -1,49 +1,22 @@
-"""An event loop whose clock moves only when nothing else is left to do: minutes of load take no time, and are exact."""
+"""Minutes of load on a virtual clock, and servers that take their time by it."""
 
 from __future__ import annotations
 
 import asyncio
-import selectors
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
+from support.virtual_time import run_in_virtual_time
 
 from multilora_client import InferRequest, MultiloraClientError, Response
 from multilora_client.bench.load import Sample
 from multilora_client.bench.workload import Job, Target
 
 
-class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
-    """Instead of waiting for `timeout`, moves the clock on by it."""
-
-    now_s = 0.0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        self.now_s += timeout or 0.0
-        return super().select(0)
-
-
-class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """For code that waits for timers only."""
-
-    def __init__(self) -> None:
-        self._jumping_selector = _JumpingSelector()
-        super().__init__(self._jumping_selector)
-
-    def time(self) -> float:
-        return self._jumping_selector.now_s
-
-
 @pytest.fixture
 def run_virtual() -> Callable[[Coroutine[Any, Any, Any]], Any]:
-    """Runs a coroutine from second 0 of a virtual clock on."""
-
-    def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-            return runner.run(coroutine)
-
-    return run
+    return run_in_virtual_time
 
 
 class SlowTransport:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from support.virtual_time import run_in_virtual_time
 
 from multilora_engine.dynamo.fleet_connection import FleetConnection, Link
 
-PATIENCE_S = 0.1
-LONGEST_CALL_S = 0.3
+PATIENCE_S = 10.0
+LONGEST_CALL_S = 30.0
 
 
 class FakeRuntime:
@@ -69,13 +70,9 @@ def discovery() -> Discovery:
     return Discovery()
 
 
-def in_a_loop(test: Callable[[Discovery], Awaitable[None]]) -> Callable[[Discovery], None]:
+def in_a_loop(test: Callable[[Discovery], Coroutine[Any, Any, None]]) -> Callable[[Discovery], None]:
     def run(discovery: Discovery) -> None:
-        async def wait() -> None:
-            async with asyncio.timeout(30):
-                await test(discovery)
-
-        asyncio.run(wait())
+        run_in_virtual_time(test(discovery))
 
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
@@ -93,7 +90,7 @@ async def kept(discovery: Discovery) -> AsyncIterator[FleetConnection]:
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(100 * PATIENCE_S):
         while not is_so():
             await asyncio.sleep(PATIENCE_S / 20)
 
