@@ -19,6 +19,7 @@ from support.interpreted_engine import answer, make_engine
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine import base_model
+from multilora_engine.engine import engine as engine_module
 from multilora_engine.engine.build import may_have_graphs
 from multilora_engine.errors import ConfigError
 from multilora_engine.execution import operator_check
@@ -121,6 +122,9 @@ def test_cuda_graphs_that_are_asked_for_stop_the_load_beside_a_slow_operator(
     tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = save_tiny_llama(tmp_path)
+    # The CPU stands for a GPU here; by itself it has no graphs.
+    for module in (base_model, engine_module):
+        monkeypatch.setattr(module, "choose_device", lambda _config: torch.device("cpu"))
     with kernels_by_plain_torch(monkeypatch):
         make_engine(model, default_model_dir, allow_slow_operators=True, enable_cuda_graphs=True).close()
         _break(monkeypatch, "lora_expand")
