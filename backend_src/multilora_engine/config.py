@@ -24,6 +24,8 @@ from multilora_engine.lora_config import LoRAConfig
 
 _Switch = Literal["auto"] | bool
 _LEAST_HANG_TIMEOUT_S = 1.0
+_LARGEST_NUMBER = 2**62
+"""Of any parameter: messages between the processes hold 64 bits."""
 _ADVICE = {
     "byte_size": "write bytes, or a size like 4GiB",
     "byte_size_unit": "write bytes, or a size like 4GiB",
@@ -249,6 +251,9 @@ class EngineConfig(BaseModel):
                 f"tokenizer_path: {self.tokenizer_path} is no directory; write one with a tokenizer, or nothing for "
                 "model_path"
             )
+        for name, value in (*self, *self.lora):
+            if isinstance(value, int) and value > _LARGEST_NUMBER:
+                raise ValueError(f"{name}: {value} is beyond {_LARGEST_NUMBER}; write a smaller number")
         if 0 < self.engine_hang_timeout_s < _LEAST_HANG_TIMEOUT_S:
             raise ValueError(
                 f"engine_hang_timeout_s: {self.engine_hang_timeout_s:g} s are shorter than a healthy engine's pauses; "

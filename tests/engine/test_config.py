@@ -56,6 +56,8 @@ def test_values_are_read_in_their_types(checkpoint: str) -> None:
         ),
         ({"model_path": "/nowhere"}, "/nowhere has no config.json"),
         ({"tokenizer_path": "/nowhere"}, "tokenizer_path: /nowhere is no directory"),
+        ({"stream_interval": "9" * 20}, f"stream_interval: {'9' * 20} is beyond 4611686018427387904; write a smaller"),
+        ({"lora_max_adapter_bytes": "9" * 20}, "lora_max_adapter_bytes: .* is beyond"),
         ({"num_threads": "100000"}, "parameter num_threads='100000'.*1024"),
         ({"engine_hang_timeout_s": "0.1"}, "engine_hang_timeout_s: 0.1 s are shorter .*; write 1 or more, or 0"),
         (
