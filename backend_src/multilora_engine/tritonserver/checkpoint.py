@@ -23,6 +23,17 @@ def resolve_checkpoint(model: str) -> Path:
     return directory.absolute()
 
 
+def check_stub_opens(path: str) -> None:
+    """Raises ConfigError for a path that the processes of Triton's Python backend cannot open.
+
+    Their file names are ASCII, whatever the locale says.
+    """
+    if not path.isascii():
+        raise ConfigError(
+            f"{path}: Triton's Python backend opens only paths of ASCII characters; make a link to it, and give that"
+        )
+
+
 def check_checkpoint(directory: Path) -> None:
     """Raises ConfigError unless `directory` looks like a Hugging Face checkpoint."""
     if not (directory / "config.json").is_file():

@@ -154,6 +154,7 @@ def probe(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         (["--model=/nowhere"], "error: /nowhere has no config.json; give the directory of a Hugging Face checkpoint"),
         (["--model=/nowhere/Q4.gguf"], "error: /nowhere/Q4.gguf has no config.json, only Q4.gguf: GGUF is not served"),
+        (["--set", "tokenizer_path=/mödel"], "error: /mödel: Triton's Python backend opens only paths of ASCII"),
         (["--set", "max_loras"], "error: --set max_loras: write --set NAME=VALUE"),
         (["--tritonserver=/nowhere"], "error: /nowhere is not an executable file"),
         (["--model-repository=/nowhere"], "error: no model repository (folders with a config.pbtxt) at /nowhere"),
