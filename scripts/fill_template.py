@@ -29,7 +29,7 @@ def main(
         Path, typer.Argument(help="Model repository, or any config.pbtxt in one, which stands for all of them.")
     ],
     substitutions: Annotated[
-        str, typer.Argument(metavar="KEY:VALUE,KEY:VALUE", help="What to fill in; a comma in a value is written \\\\,")
+        str, typer.Argument(metavar="KEY:VALUE,KEY:VALUE", help="What to fill in; a comma in a value is written \\,")
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Directory to make: a copy of the repository, filled in.")

@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
@@ -321,6 +321,12 @@ def parameter_descriptions() -> dict[str, tuple[object, str]]:
         for name, field in fields.items()
         if name != "lora"
     }
+
+
+def path_parameters() -> list[str]:
+    """The parameters that name files or directories."""
+    fields = {**EngineConfig.model_fields, **LoRAConfig.model_fields}
+    return [name for name, field in fields.items() if Path in (field.annotation, *get_args(field.annotation))]
 
 
 def _expand(text: str, environ: Mapping[str, str]) -> str:

@@ -54,7 +54,10 @@ def opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             yield tensors
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from error
+        # safetensors says of a file that may not be read that there is none.
+        may_read = not file.exists() or os.access(file, os.R_OK)
+        reason = error if may_read else "this process's user may not read it"
+        raise ConfigError(f"cannot read {file}: {reason}") from error
 
 
 def checkpoint_files(path: Path) -> list[Path]:

@@ -25,7 +25,7 @@ from multilora_engine.process.backoff import Backoff
 from multilora_engine.tritonserver import ServerFailed, ServerOptions, ServerProcess
 from multilora_engine.tritonserver.checkpoint import check_stub_opens, resolve_checkpoint
 from multilora_engine.tritonserver.probe import Busy, NotReady, ProbeFailed, probe_generation
-from multilora_engine.tritonserver.repository import parse_override
+from multilora_engine.tritonserver.repository import parse_override, with_absolute_paths
 from multilora_engine.tritonserver.upstream_models import UpstreamModels
 
 console = Console(stderr=True, highlight=False, emoji=False)
@@ -145,7 +145,7 @@ def serve(
         options = ServerOptions(
             model=resolve_checkpoint(model),
             model_repository=model_repository,
-            overrides=dict(parse_override(text) for text in override or []),
+            overrides=with_absolute_paths(dict(parse_override(text) for text in override or [])),
             upstream_models=upstream_models,
             host=host,
             http_port=http_port,

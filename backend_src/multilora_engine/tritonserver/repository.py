@@ -9,6 +9,7 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 import multilora_engine
+from multilora_engine.config import path_parameters
 from multilora_engine.errors import ConfigError
 
 CONFIG_NAME = "config.pbtxt"
@@ -52,6 +53,12 @@ def parse_override(text: str) -> tuple[str, str]:
     if not separator or not name:
         raise ConfigError(f"--set {text}: write --set NAME=VALUE")
     return name, value
+
+
+def with_absolute_paths(overrides: Mapping[str, str]) -> dict[str, str]:
+    """The same, with the files and directories that lie relative to this process: the server's is another directory."""
+    paths = {name: value for name in path_parameters() if (value := overrides.get(name)) and not value.startswith("${")}
+    return {**overrides, **{name: str(Path(value).expanduser().absolute()) for name, value in paths.items()}}
 
 
 def _write_engine_model(source: Path, overrides: Mapping[str, str], target: Path) -> None:

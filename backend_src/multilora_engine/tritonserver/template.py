@@ -39,6 +39,7 @@ _NO_ENCODER = "this server has no encoder-decoder models"
 _KV_CACHE = "see kv_cache_memory_bytes and gpu_memory_utilization, which mean something else"
 _WHOLE_CONTEXT = "every token attends to the whole context that the model gives it"
 _OWN_KERNELS = "it chooses among kernels of TensorRT-LLM"
+_ONE_ENGINE = "one engine computes prompts and answers"
 _CUDA_GRAPHS = "see enable_cuda_graphs"
 _METRICS = "the metrics are always on, and cost nothing that could be saved"
 
@@ -50,7 +51,15 @@ IGNORED: Mapping[str, str] = MappingProxyType(
         "hf_model_path": _NO_IMAGES,
         "multimodal_model_path": _NO_IMAGES,
         "multimodal_encoders_name": _NO_IMAGES,
+        "visual_model_path": _NO_IMAGES,
         "max_num_images": _NO_IMAGES,
+        "tokenizer_type": "the tokenizer's own files tell its type",
+        "max_num_sequences": "see max_num_seqs",
+        "context_model_name": _ONE_ENGINE,
+        "generation_model_name": _ONE_ENGINE,
+        "disaggregated_serving_bls_count": _ONE_ENGINE,
+        "n_mels": _NO_ENCODER,
+        "zero_pad": _NO_ENCODER,
         "max_queue_delay_microseconds": "a request joins the running batch at its next step",
         "batching_strategy": _IN_FLIGHT,
         "batch_scheduler_policy": _IN_FLIGHT,

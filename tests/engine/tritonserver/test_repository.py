@@ -4,11 +4,13 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from multilora_engine.config import path_parameters
 from multilora_engine.errors import ConfigError
 from multilora_engine.tritonserver.repository import (
     find_model_repository,
     model_names,
     parse_override,
+    with_absolute_paths,
     write_overridden,
 )
 
@@ -68,3 +70,11 @@ def test_a_folder_without_models_is_no_repository(repository: Path, tmp_path: Pa
     assert find_model_repository(repository) == repository
     with pytest.raises(ConfigError, match="--model-repository"):
         find_model_repository(tmp_path)
+
+
+def test_relative_paths_are_the_commands_and_not_the_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {"lora_cache_dir": "cache", "api_keys_file": "${KEYS}", "tokenizer_path": "/t", "max_num_seqs": "4"}
+    assert with_absolute_paths(given) == given | {"lora_cache_dir": str(tmp_path / "cache")}
+    names = {"lora_cache_dir", "lora_prefetch_dir", "api_keys_file", "client_header_secret_file", "tokenizer_path"}
+    assert set(path_parameters()) == names | {"model_path"}

@@ -32,7 +32,8 @@ UPSTREAMS_KEYS = """
     lookahead_verification_set_size medusa_choices eagle_choices gpu_weights_percent
     enable_context_fmha_fp32_acc multi_block_mode cuda_graph_mode cuda_graph_cache_size
     speculative_decoding_fast_logits guided_decoding_backend xgrammar_tokenizer_info_path logits_datatype
-    encoder_input_features_data_type prompt_embedding_table_data_type
+    encoder_input_features_data_type prompt_embedding_table_data_type visual_model_path tokenizer_type
+    max_num_sequences context_model_name generation_model_name disaggregated_serving_bls_count n_mels zero_pad
 """
 
 
