@@ -154,16 +154,16 @@ async def _describe(workers: Workers, fleet: str) -> Described:
 
 def check_alike(told: list[Described]) -> None:
     """Raises ConfigError unless the workers serve one checkpoint, compute in one type and store adapters alike."""
-    facts = {
-        (info.vocab_size, info.adapter_layout, info.dtype, info.kv_cache_dtype, one.block_size, info.version)
-        for one in told
-        for info in [one.info]
-    }
+    facts = {_facts(one.info, one.block_size) for one in told}
     if len(facts) > 1:
         raise ConfigError(
             f"{len(told)} workers of the fleet serve {len(facts)} different models, or with different parameters; all "
             "need the same checkpoint, dtype, kv_cache_dtype, lora parameters, block_size and version"
         )
+
+
+def _facts(info: EngineInfo, block_size: int) -> tuple[object, ...]:
+    return info.vocab_size, info.adapter_layout, info.dtype, info.kv_cache_dtype, block_size, info.version
 
 
 def front_info(info: EngineInfo, config: EngineConfig) -> EngineInfo:

@@ -10,7 +10,6 @@ Schema = Mapping[str, Any]
 _ANY_OBJECT: Schema = {"type": "object"}
 _ANSWER = "answer"
 
-
 _DATA = frozenset({"const", "default", "enum", "examples"})
 _SCHEMAS_BY_NAME = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
 
