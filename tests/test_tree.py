@@ -30,7 +30,6 @@ SCRIPT_FOLDERS: dict[str, set[str]] = {
 }
 """The folders of scripts/ that each of them may import."""
 DISTRIBUTIONS = ("backend_src", "kernels", "client")
-MAX_FILE_LINES, MAX_CLASS_LINES = 400, 300
 
 OWN_DECORATORS = {"property", "cached_property", "staticmethod", "classmethod", "contextmanager", "asynccontextmanager"}
 """Decorators that leave a function to our own callers; any other may hand it to a library."""
@@ -62,18 +61,6 @@ def text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         return ""
-
-
-def sized_files() -> list[Path]:
-    """The Python files that have to be short: a kernel is one long piece, and so is a table of test cases."""
-    folders = (ROOT / "kernels", ROOT / "tests")
-    return [p for p in tracked_files() if p.suffix == ".py" and not any(p.is_relative_to(f) for f in folders)]
-
-
-def longest_class(path: Path) -> int:
-    """The lines of a file's longest class; 0 without one."""
-    classes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
-    return max(((node.end_lineno or 0) - node.lineno + 1 for node in classes), default=0)
 
 
 def definitions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
@@ -127,16 +114,6 @@ def test_modules_do_not_import_each_other_in_a_circle(distribution: str) -> None
         TopologicalSorter(import_graph(distribution)).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
-
-
-def test_files_and_classes_are_short_outside_kernels_and_tests() -> None:
-    lengths = {path: len(path.read_text().splitlines()) for path in sized_files()}
-    found = {
-        str(path.relative_to(ROOT))
-        for path, num_lines in lengths.items()
-        if num_lines > MAX_FILE_LINES or longest_class(path) > MAX_CLASS_LINES
-    }
-    assert found == set()
 
 
 def test_every_function_and_class_is_used_outside_of_tests() -> None:
