@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
+from hypothesis.internal.conjecture.providers import HypothesisProvider
+from hypothesis.internal.constants_ast import Constants
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -24,14 +29,36 @@ LONGEST = (
 )
 """The scopes of more than half a minute, by their times."""
 
-# An example's time says how busy the machine is.
-hypothesis.settings.register_profile("without deadlines", deadline=None)
-hypothesis.settings.load_profile("without deadlines")
+_HASH_SEED = os.environ.get("PYTHONHASHSEED", "")
+
+SEED = int(_HASH_SEED) if _HASH_SEED.isdecimal() else 0
+"""Of all random numbers of the tests. `scripts/test` sets it: without --all always the same, so that a failure means a
+change."""
+
+# An example's time says how busy the machine is. Without a database no example of an earlier run comes back.
+hypothesis.settings.register_profile("repeatable", deadline=None, database=None)
+hypothesis.settings.load_profile("repeatable")
+hypothesis.core.global_force_seed = SEED  # type: ignore[assignment]
+# Hypothesis also draws from the constants of all modules that happen to be imported, in other orders in other runs.
+assert hasattr(HypothesisProvider, "_local_constants")
+HypothesisProvider._local_constants = Constants()  # type: ignore[method-assign, assignment]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="Run the tests that are marked `long`, too.")
     parser.addoption("--screenshots", action="store_true", help="With --all: draw the console's pictures anew.")
+
+
+def pytest_report_header() -> str:
+    return f"random numbers: PYTHONHASHSEED={SEED} before the command repeats them"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test draws does not depend on the tests before it."""
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -75,6 +102,12 @@ def is_long(item: pytest.Item) -> bool:
 def one_torch_thread() -> None:
     """The tensors are small: on a busy machine threads that wait for each other take ten times as long as one."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def seed() -> int:
+    """Of a test's own random numbers."""
+    return SEED
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,10 @@ NUM_REQUESTS = 250
 
 
 def test_every_request_is_answered_and_the_server_is_none_the_worse(
-    server: ServerProcess, default_model_dir: Path
+    server: ServerProcess, default_model_dir: Path, seed: int
 ) -> None:
     facts = read_facts(server.grpc_url, default_model_dir)
-    fuzz = Fuzz(server.grpc_url, server.http_url, facts, seed=1, num_clients=4)
+    fuzz = Fuzz(server.grpc_url, server.http_url, facts, seed, num_clients=4)
     tally, before = Tally(), measure(server)
     with fuzz.cached_adapter():
         canaries = fuzz.canaries()

@@ -151,10 +151,10 @@ def test_versions_that_were_replaced_tell_nothing_more() -> None:
 
 
 def test_dynamo_s_router_knows_each_block_by_the_hash_of_its_tokens_name_and_salt(
-    default_model_dir: Path, tmp_path: Path
+    default_model_dir: Path, tmp_path: Path, seed: int
 ) -> None:
     llm = pytest.importorskip("dynamo.llm", reason="ai-dynamo is not installed")
-    random, told = Random(5), BlockEvents()
+    random, told = Random(seed), BlockEvents()
     told.want()
     blocks = BlockAllocator(2000, BLOCK_SIZE, events=told)
     expected = []

@@ -515,8 +515,8 @@ SHARED = (type, ModuleType, logging.Logger)
 """Objects by which all code of the process is reached."""
 
 
-def test_ten_thousand_tiny_requests_with_aborts_leave_nothing(engine: Engine) -> None:
-    rng = Random(1)
+def test_ten_thousand_tiny_requests_with_aborts_leave_nothing(engine: Engine, seed: int) -> None:
+    rng = Random(seed)
     serve_tiny_requests(engine, 1_000, rng)
     num_objects = count_objects(engine)
     serve_tiny_requests(engine, 9_000, rng)

@@ -7,7 +7,7 @@ from collections import Counter
 from random import Random
 from typing import cast
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.adapters import TINY, wire_adapter
 from support.known_pace import DECODE_S, PROMPT_TOKEN_S, KnownCost, known_pace
@@ -231,6 +231,21 @@ LONG_ARRIVAL = st.tuples(
     target_s=st.sampled_from([None, 0.030, 0.060]),
     seed=st.integers(0, 1 << 30),
 )
+@example(
+    # The last token of the longest prompt comes alone, and counts as that of an answer in the time of the step.
+    arrivals=[
+        (138, 12, None, 0, 1, BOLT),
+        (3, 3, None, 0, 1, BOLT),
+        (279, 1, None, 0, 2, BOLT),
+        (21, 8, None, 0, 1, ACME),
+        (86, 12, None, 0, 2, BOLT),
+        (1, 4, None, 0, 1, ACME),
+        (1, 1, None, 0, 1, ACME),
+        (1, 1, None, 0, 7, ACME),
+    ],
+    target_s=None,
+    seed=287,
+)
 def test_no_running_answer_waits_longer_than_the_target_and_no_prompt_longer_than_three_times_its_own_time(
     arrivals: list[tuple[int, int, None, int, int, Sender]], target_s: float | None, seed: int
 ) -> None:
@@ -241,10 +256,11 @@ def test_no_running_answer_waits_longer_than_the_target_and_no_prompt_longer_tha
             break
         if pending and rng.random() < 0.3:
             world.add(*pending.pop())
-        running = [s for s in world.alive if s.status is SequenceStatus.RUNNING and s.output_token_ids]
+        # The last token of a prompt alone is scheduled as that of an answer.
+        running = [s for s in world.alive if s.status is SequenceStatus.RUNNING and s.num_missing_tokens == 1]
         is_shared = len({s.request.sender.name for s in world.alive}) > 1
-        start_ns = min((s.times.first_token_ns for s in running), default=0)
-        burst = [s for s in world.alive if not s.output_token_ids and s.times.arrival_ns < start_ns]
+        start_ns = min((s.times.first_token_ns for s in running if s.output_token_ids), default=0)
+        burst = [s for s in world.alive if s.num_missing_tokens > 1 and s.times.arrival_ns < start_ns]
         step = world.step()
         assert world.scheduler.num_preemptions == 0
         if running:
@@ -260,8 +276,8 @@ def check_pace(
     target_s: float | None,
     world: World,
 ) -> None:
-    """running: the answers that could get a token in the step. is_shared: whether both clients had work. burst: the
-    prompts of a client alone that came before its answers began."""
+    """running: the sequences that lacked one token before the step. is_shared: whether both clients had work. burst:
+    the prompts of a client alone that came before its answers began."""
     work, cost = work_of(step), KnownCost()
     served = {scheduled.sequence for scheduled in step}
     waiting = [sequence.request.sender.name for sequence in running if sequence not in served]

@@ -98,7 +98,7 @@ def _serve(engine: Engine, device: FakeDevice) -> None:
     for n in range(60):
         penalties = random.choice([{}, {"repetition_penalty": 1.1}, {"bad_token_sequences": ((4,), (7, 8))}])
         sampling = SamplingParams(
-            max_tokens=random.randint(1, 6), end_id=-1, temperature=random.choice([0.0, 0.8]), **penalties
+            max_tokens=random.randint(1, 6), end_id=-1, temperature=random.choice([0.0, 0.8]), seed=n, **penalties
         )
         prompt = [random.randrange(VOCAB_SIZE) for _ in range(random.choice([1, 2, 7, 90, 250]))]
         engine.add_request(GenerationRequest(f"r{n}", prompt, sampling, lora_task_id=random.choice([None, 0, 1])))

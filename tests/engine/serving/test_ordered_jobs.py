@@ -54,8 +54,8 @@ def test_a_job_waits_for_the_earlier_ones_with_its_key_and_keeps_no_thread_meanw
     assert done == ["long", "short 0", "short 1", "short 2"]
 
 
-def test_jobs_of_a_key_run_one_by_one_in_their_order_whatever_else_they_wait_for(jobs: OrderedJobs) -> None:
-    random, running = Random(0), set[str]()
+def test_jobs_of_a_key_run_one_by_one_in_their_order_whatever_else_they_wait_for(jobs: OrderedJobs, seed: int) -> None:
+    random, running = Random(seed), set[str]()
     submitted, run = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
     lock = threading.Lock()
 
