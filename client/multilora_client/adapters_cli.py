@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -11,25 +10,20 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from multilora_client.client import DEFAULT_URL, Client
 from multilora_client.errors import InvalidRequest
 from multilora_client.sizing import choose_linears, read_layout
-from multilora_client.terminal import Url, one_line_errors
+from multilora_client.terminal import Url, one_line_errors, print_table
 from multilora_client.tls import Tls
 from multilora_wire.adapter_event import AdapterEvent
 from multilora_wire.adapter_info import AdapterInfo
 from multilora_wire.layout import AdapterLayout, uniform_shape
 from multilora_wire.pieces import StoredDtype
 
-app = typer.Typer(
-    help="See and steer the adapters of a running server.", no_args_is_help=True, rich_markup_mode="markdown"
-)
-
-_UNCUT_WIDTH = 1000
+app = typer.Typer(help="See and steer the adapters of a running server.", no_args_is_help=True, rich_markup_mode=None)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Which = Annotated[
@@ -42,7 +36,9 @@ Which = Annotated[
 def list_adapters(ctx: typer.Context, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Show every adapter: where it is, its size, who uses it.
 
-    Example: `multilora adapters list --json`
+    \b
+    Example:
+      multilora adapters list --json
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
         _print_adapters(client.list_adapters(), as_json)
@@ -66,10 +62,10 @@ def load(
 ) -> None:
     """Have the server fetch adapters from its sources, or read them from disk, before any request needs them.
 
+    \b
     Examples:
-
-    - `multilora adapters load acme/pirate --source huggingface`
-    - `multilora adapters load pirate --path /adapters/pirate-v2`
+      multilora adapters load acme/pirate --source huggingface
+      multilora adapters load pirate --path /adapters/pirate-v2
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
         _check_names(which, path)
@@ -80,7 +76,9 @@ def load(
 def unload(ctx: typer.Context, which: Which, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Make the server forget adapters. Requests that use one keep it until they have finished.
 
-    Example: `multilora adapters unload 7`
+    \b
+    Example:
+      multilora adapters unload 7
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
         _print_adapters([client.unload_adapter(_which(adapter)) for adapter in which], as_json)
@@ -90,7 +88,9 @@ def unload(ctx: typer.Context, which: Which, url: Url = DEFAULT_URL, as_json: As
 def pin(ctx: typer.Context, which: Which, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Keep adapters in host memory: no other adapter evicts them.
 
-    Example: `multilora adapters pin 7 8`
+    \b
+    Example:
+      multilora adapters pin 7 8
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
         _print_adapters([client.pin_adapter(_which(adapter)) for adapter in which], as_json)
@@ -100,7 +100,9 @@ def pin(ctx: typer.Context, which: Which, url: Url = DEFAULT_URL, as_json: AsJso
 def unpin(ctx: typer.Context, which: Which, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Let adapters be evicted again.
 
-    Example: `multilora adapters unpin 7`
+    \b
+    Example:
+      multilora adapters unpin 7
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
         _print_adapters([client.unpin_adapter(_which(adapter)) for adapter in which], as_json)
@@ -115,7 +117,9 @@ def events(
 ) -> None:
     """Show the latest events of adapters: uploaded, evicted, replaced, ...
 
-    Example: `multilora adapters events --since 120`
+    \b
+    Example:
+      multilora adapters events --since 120
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
         answer = client.adapter_events(since)
@@ -133,7 +137,9 @@ def events(
 def stats(ctx: typer.Context, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Show sizes and counts of every tier, and the adapters most asked for.
 
-    Example: `multilora adapters stats`
+    \b
+    Example:
+      multilora adapters stats
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
         report = client.adapter_stats()
@@ -174,10 +180,10 @@ def size(
 ) -> None:
     """Tell how much memory so many adapters take, and the parameters that give it to them.
 
+    \b
     Examples:
-
-    - `multilora adapters size --rank 16 --num 2000`
-    - `multilora adapters size --rank 8 --linears q,v --num 5000 --checkpoint DIR --dtype bfloat16`
+      multilora adapters size --rank 16 --num 2000
+      multilora adapters size --rank 8 --linears q,v --num 5000 --checkpoint DIR --dtype bfloat16
     """
     with one_line_errors():
         layout = read_layout(checkpoint, max_rank, dtype) if checkpoint else _served_layout(url, ctx.obj)
@@ -278,8 +284,7 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     table = Table(*columns)
     for row in rows:
         table.add_row(*map(Text, row))
-    # Into a file or a pipe nothing is cut off.
-    Console(width=None if sys.stdout.isatty() else _UNCUT_WIDTH).print(table)
+    print_table(table)
 
 
 def _print_json(value: Any) -> None:

@@ -6,6 +6,7 @@ Answers go to standard output, everything else to standard error; an error is on
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -29,11 +30,12 @@ from multilora_client.peft_directory import is_peft
 from multilora_client.quantize_command import quantize
 from multilora_client.terminal import Url, one_line_errors, progress_bars
 from multilora_client.tls import Tls
+from multilora_wire.adapter_names import is_plain_name, task_id_of_name
 
 app = typer.Typer(
     help="Talk to a multilora server: one base model, any number of LoRA adapters.",
     no_args_is_help=True,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None,
     pretty_exceptions_show_locals=False,
 )
 app.add_typer(adapters_cli.app, name="adapters")
@@ -47,6 +49,9 @@ app.command("quantize")(quantize)
 DoorName = Literal["direct", "ensemble"]
 
 
+_OF_A_TRAINER = re.compile(r"checkpoint-\d+|checkpoint|adapter|adapter_model|lora|final|output|out|model")
+"""Directories that trainers make: their names do not tell one adapter from another."""
+
 _DOORS = {"direct": DIRECT, "ensemble": ENSEMBLE}
 
 Prompt = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)]
@@ -59,15 +64,18 @@ TaskId = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Task id of the adapter. With --adapter, the id to send it under (default: one made from its content); "
-        "alone, the id of an adapter that the server has.",
+        help="Task id of the adapter: with --adapter, to send it under instead of a name; alone, that of an adapter "
+        "that the server has.",
         show_default=False,
     ),
 ]
 LoraName = Annotated[
     str | None,
     typer.Option(
-        help="Name of an adapter that the server has, or finds in its sources; instead of the two options above.",
+        "--name",
+        "--lora-name",
+        help="Name of the adapter: with --adapter, to send it under (default: the directory's); alone, that of an "
+        "adapter that the server has, or finds in its sources.",
         show_default=False,
     ),
 ]
@@ -138,19 +146,20 @@ def generate(
 ) -> None:
     """Print a whole answer.
 
+    \b
     Examples:
-
-    - `multilora generate "The capital of France is" --max-tokens 8`
-    - `multilora generate --chat "Who are you?" --adapter adapters/pirate`
-    - `multilora generate - --lora-task-id 7 < prompt.txt`
-    - `multilora generate "Who are you?" --lora-name acme/pirate`
+      multilora generate "The capital of France is" --max-tokens 8
+      multilora generate --chat "Who are you?" --adapter adapters/pirate
+      multilora generate - --lora-task-id 7 < prompt.txt
+      multilora generate "Who are you?" --name acme/pirate
     """
-    text, messages = _read_prompt(prompt, as_message=chat)
     with one_line_errors(), Client(url, door=_DOORS[door], tls=ctx.obj) as client:
+        text, messages = _read_prompt(prompt, as_message=chat)
+        chosen, lora_name = _choose_adapter(adapter, lora_task_id, lora_name)
         answer = client.generate(
             text,
             messages=messages,
-            adapter=_choose_adapter(adapter, lora_task_id, lora_name),
+            adapter=chosen,
             lora_name=lora_name,
             max_tokens=max_tokens,
             temperature=temperature,
@@ -186,17 +195,18 @@ def stream(
 ) -> None:
     """Print an answer while it is generated. Ctrl-C ends it on the server, too.
 
+    \b
     Examples:
-
-    - `multilora stream "Once upon a time" --temperature 0.8 --seed 1`
-    - `multilora stream --chat "Who are you?" --adapter adapters/pirate --url http://localhost:8000`
+      multilora stream "Once upon a time" --temperature 0.8 --seed 1
+      multilora stream --chat "Who are you?" --adapter adapters/pirate --url http://localhost:8000
     """
-    text, messages = _read_prompt(prompt, as_message=chat)
     with one_line_errors(), Client(url, door=_DOORS[door], tls=ctx.obj) as client:
+        text, messages = _read_prompt(prompt, as_message=chat)
+        chosen, lora_name = _choose_adapter(adapter, lora_task_id, lora_name)
         chunks = client.stream(
             text,
             messages=messages,
-            adapter=_choose_adapter(adapter, lora_task_id, lora_name),
+            adapter=chosen,
             lora_name=lora_name,
             max_tokens=max_tokens,
             temperature=temperature,
@@ -227,14 +237,17 @@ def chat(
 ) -> None:
     """Chat in the terminal. The model sees the whole conversation; /reset forgets it, Ctrl-D leaves.
 
-    Example: `multilora chat --adapter adapters/pirate --system "Be brief."`
+    \b
+    Example:
+      multilora chat --adapter adapters/pirate --system "Be brief."
     """
-    options = GenerateOptions(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, lora_name=lora_name
-    )
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
-        _chat(client, _choose_adapter(adapter, lora_task_id, lora_name), opening, options)
+        chosen, lora_name = _choose_adapter(adapter, lora_task_id, lora_name)
+        options = GenerateOptions(
+            max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, lora_name=lora_name
+        )
+        _chat(client, chosen, opening, options)
 
 
 @app.command()
@@ -243,23 +256,29 @@ def upload(
     directories: Annotated[list[Path], typer.Argument(help="Adapters, PEFT or converted.", show_default=False)],
     url: Url = DEFAULT_URL,
     lora_task_id: Annotated[
-        int | None, typer.Option(min=0, help="Task id; for one adapter only (default: made from its content).")
+        int | None, typer.Option(min=0, help="Task id in place of a name; for one adapter only.", show_default=False)
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", "--lora-name", help="For one adapter only.", show_default="the directory's name"),
     ] = None,
 ) -> None:
-    """Send adapters to the server and print task id, digest and directory of each.
+    """Send adapters to the server and print task id, digest, directory and name of each.
 
+    An adapter from a directory whose name says nothing, such as checkpoint-500, has a task id of its content.
+
+    \b
     Examples:
-
-    - `multilora upload adapters/pirate --lora-task-id 7`
-    - `multilora upload adapters/pirate adapters/json`
+      multilora upload adapters/pirate --lora-task-id 7
+      multilora upload adapters/pirate adapters/json
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client, progress_bars() as progress:
-        if lora_task_id is not None and len(directories) > 1:
-            raise InvalidRequest("--lora-task-id names one adapter; leave it out to upload several")
+        if (lora_task_id, name) != (None, None) and len(directories) > 1:
+            raise InvalidRequest("--lora-task-id and --name are of one adapter; leave them out to upload several")
         for directory in progress.track(directories, description="uploading"):
-            adapter = load_adapter(directory, lora_task_id)
-            answer = client.upload(adapter)
-            typer.echo(f"{adapter.lora_task_id}\t{answer.lora_digest}\t{directory}")
+            adapter, lora_name = _load_named(directory, lora_task_id, name)
+            answer = client.upload(adapter, lora_name=lora_name)
+            typer.echo(f"{adapter.lora_task_id}\t{answer.lora_digest}\t{directory}\t{lora_name or ''}")
 
 
 @app.command()
@@ -276,7 +295,9 @@ def convert(
 ) -> None:
     """Convert a PEFT adapter to model.lora_weights.npy and model.lora_config.npy, as TensorRT-LLM's converter does.
 
-    Example: `multilora convert adapters/pirate converted/pirate --storage-type float16`
+    \b
+    Example:
+      multilora convert adapters/pirate converted/pirate --storage-type float16
     """
     with one_line_errors(), progress_bars() as progress:
         if is_peft(output_directory):
@@ -303,11 +324,32 @@ def _read_prompt(prompt: str, *, as_message: bool) -> tuple[str | None, list[Mes
     return (None, [{"role": "user", "content": text}]) if as_message else (text, None)
 
 
-def _choose_adapter(directory: Path | None, lora_task_id: int | None, lora_name: str | None) -> Adapter | int | None:
-    """The adapter by its weights or its id; None for the base model, and for one that goes by `lora_name`."""
-    if lora_name is not None and (directory is not None or lora_task_id is not None):
-        raise InvalidRequest("--lora-name names an adapter of the server; leave --adapter and --lora-task-id out")
-    return load_adapter(directory, lora_task_id) if directory else lora_task_id
+def _choose_adapter(
+    directory: Path | None, lora_task_id: int | None, lora_name: str | None
+) -> tuple[Adapter | int | None, str | None]:
+    """The adapter by its weights or its id, None for the base model and for one that goes by its name; and the name."""
+    if directory is not None:
+        if not directory.exists() and is_plain_name(str(directory)):
+            option = "--lora-task-id" if str(directory).isdecimal() else "--name"
+            raise AdapterError(f"there is no directory {directory}; for one that the server has: {option} {directory}")
+        return _load_named(directory, lora_task_id, lora_name)
+    _check_one_of(lora_task_id, lora_name)
+    return lora_task_id, lora_name
+
+
+def _load_named(directory: Path, lora_task_id: int | None, lora_name: str | None) -> tuple[Adapter, str | None]:
+    """The adapter of a directory, and the name to send it under; None for one that goes by its task id alone."""
+    _check_one_of(lora_task_id, lora_name)
+    if (lora_task_id, lora_name) == (None, None):
+        folder = directory.resolve().name
+        lora_name = folder if is_plain_name(folder) and not _OF_A_TRAINER.fullmatch(folder) else None
+    task_id = lora_task_id if lora_name is None else task_id_of_name(lora_name)
+    return load_adapter(directory, task_id), lora_name
+
+
+def _check_one_of(lora_task_id: int | None, lora_name: str | None) -> None:
+    if lora_task_id is not None and lora_name is not None:
+        raise InvalidRequest("a name has a task id of its own; give --name or --lora-task-id")
 
 
 def _print_chunks(chunks: Iterator[Chunk]) -> tuple[str, Chunk | None]:

@@ -125,10 +125,10 @@ class Client:
         """Generate an answer piece by piece. Closing the iterator early cancels the request on the server."""
         call = self._calls.generate(prompt, adapter, streaming=True, **options)
         try:
-            yield from self._stream(call)
+            yield from self._stream(call, options.get("lora_name"))
         except AdapterNotFound as error:
             call.resend_weights(error)
-            yield from self._stream(call)
+            yield from self._stream(call, options.get("lora_name"))
 
     def upload(self, adapter: Adapter, *, lora_name: str | None = None, timeout_s: float | None = None) -> Generation:
         """Send an adapter without a prompt, for requests by its id to find. The answer tells its `lora_digest`.
@@ -225,9 +225,9 @@ class Client:
             call.resend_weights(error)
             return call.generation(self._transport.infer(call.request))
 
-    def _stream(self, call: Call) -> Generator[Chunk, None, None]:
+    def _stream(self, call: Call, lora_name: str | None) -> Generator[Chunk, None, None]:
         if call.adapter and call.sends_weights and not self._transport.streams_tensors:
-            self.upload(call.adapter, timeout_s=call.request.timeout_s)
+            self.upload(call.adapter, lora_name=lora_name, timeout_s=call.request.timeout_s)
             call.weights_are_uploaded()
         with closing(self._transport.stream(call.request)) as responses:
             for response in responses:
@@ -273,12 +273,12 @@ class AsyncClient:
         """Generate an answer piece by piece. Leave it early under `contextlib.aclosing`, which cancels at once."""
         call = self._calls.generate(prompt, adapter, streaming=True, **options)
         try:
-            async with aclosing(self._stream(call)) as chunks:
+            async with aclosing(self._stream(call, options.get("lora_name"))) as chunks:
                 async for chunk in chunks:
                     yield chunk
         except AdapterNotFound as error:
             call.resend_weights(error)
-            async with aclosing(self._stream(call)) as chunks:
+            async with aclosing(self._stream(call, options.get("lora_name"))) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
@@ -365,9 +365,9 @@ class AsyncClient:
             call.resend_weights(error)
             return call.generation(await self._transport.infer(call.request))
 
-    async def _stream(self, call: Call) -> AsyncGenerator[Chunk, None]:
+    async def _stream(self, call: Call, lora_name: str | None) -> AsyncGenerator[Chunk, None]:
         if call.adapter and call.sends_weights and not self._transport.streams_tensors:
-            await self.upload(call.adapter, timeout_s=call.request.timeout_s)
+            await self.upload(call.adapter, lora_name=lora_name, timeout_s=call.request.timeout_s)
             call.weights_are_uploaded()
         async with aclosing(self._transport.stream(call.request)) as responses:
             async for response in responses:
@@ -376,23 +376,27 @@ class AsyncClient:
 
 
 def _make_transport(url: str, tls: Tls | None) -> Transport:
-    protocol, address, tls = _parse_url(url, tls)
+    protocol, address, tls = parse_url(url, tls)
     return GrpcTransport(address, tls=tls) if protocol == "grpc" else HttpTransport(url, tls=tls)
 
 
 def _make_async_transport(url: str, tls: Tls | None) -> AsyncTransport:
-    protocol, address, tls = _parse_url(url, tls)
+    protocol, address, tls = parse_url(url, tls)
     return AsyncGrpcTransport(address, tls=tls) if protocol == "grpc" else AsyncHttpTransport(url, tls=tls)
 
 
-def _parse_url(url: str, tls: Tls | None) -> tuple[str, str, Tls | None]:
+def parse_url(url: str, tls: Tls | None) -> tuple[str, str, Tls | None]:
     """`grpcs://host:1` -> ("grpc", "host:1", Tls()); a URL without a scheme is gRPC, and takes a port.
 
     Raises InvalidRequest, also for `tls` with a scheme that has no TLS.
     """
-    parts = urlsplit(url if "://" in url else f"grpc://{url}")
     is_complete = "://" in url or _HOST_AND_PORT.fullmatch(url) is not None
-    if parts.scheme not in ("grpc", "grpcs", "http", "https") or not parts.netloc or not is_complete:
+    try:
+        parts = urlsplit(url if "://" in url else f"grpc://{url}")
+        is_address = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # half of an IPv6 address, a port beyond 65535
+        is_address = False
+    if not is_complete or not is_address or parts.scheme not in ("grpc", "grpcs", "http", "https"):
         raise InvalidRequest(f"url is {url!r}; write grpc://host:8001, host:8001 or http://host:8000")
     is_encrypted = parts.scheme.endswith("s")
     if tls and not is_encrypted:

@@ -58,6 +58,8 @@ def convert_peft(
 
 def load_adapter_tensors(directory: Path, base_model: Path | None = None) -> AdapterTensors:
     """The adapter in `directory`, whether it is converted already or a PEFT directory; see `convert_peft`."""
+    if not directory.is_dir():
+        raise AdapterError(f"there is no directory {directory}")
     if is_converted(directory) and is_peft(directory):
         raise AdapterError(f"{directory} is a PEFT adapter with converted files, which may differ; leave one of them")
     if is_converted(directory):

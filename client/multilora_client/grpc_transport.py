@@ -22,6 +22,7 @@ _OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
 _OUR_CODE = re.compile(r"\[[A-Z_]+\] ")
+_SPEAKS_HTTP_1 = "Failed parsing HTTP/2"
 _CODES = {"INVALID_ARGUMENT": "INVALID_ARG", "UNIMPLEMENTED": "UNSUPPORTED"}
 
 
@@ -161,5 +162,6 @@ def _error(error: grpc.RpcError, target: str, request: InferRequest) -> Multilor
         return TimedOut(f"no answer within {request.timeout_s} s", request_id=request.request_id)
     details = error.details() or status
     if status == "UNAVAILABLE" and not _OUR_CODE.search(details):
-        return ServerUnreachable(f"no server answers at {target}: {details}", request_id=request.request_id)
+        hint = f"; if it is the server's HTTP port, write http://{target}" if _SPEAKS_HTTP_1 in details else ""
+        return ServerUnreachable(f"no server answers at {target}: {details}{hint}", request_id=request.request_id)
     return parse_error(details, status=_CODES.get(status, status), request_id=request.request_id)

@@ -22,6 +22,8 @@ from multilora_client.transport import GRACE_S
 
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _CONNECT_TIMEOUT_S = 10.0
+_MAX_QUOTED = 200
+_SPEAKS_NO_HTTP = "illegal request line"
 _CODES = {400: "INVALID_ARG", 404: "NOT_FOUND", 500: "INTERNAL", 501: "UNSUPPORTED", 503: "UNAVAILABLE"}
 
 
@@ -191,7 +193,7 @@ def _error_text(content: bytes) -> str:
         body: Mapping[str, Any] = json.loads(content.removeprefix(b"data: "))
         return str(body["error"])
     except (ValueError, KeyError, TypeError):
-        return content.decode("utf-8", "replace") or "the server gave no reason"
+        return content.decode("utf-8", "replace")[:_MAX_QUOTED] or "the server gave no reason"
 
 
 def _check_deadline(started: float, request: InferRequest) -> None:
@@ -208,4 +210,9 @@ def _error(error: httpx2.HTTPError, base_url: str, request: InferRequest) -> Mul
         return ServerUnreachable(f"no server answers at {base_url}: {error}", request_id=request.request_id)
     if isinstance(error, httpx2.TimeoutException):
         return _timed_out(request)
+    if _SPEAKS_NO_HTTP in str(error):
+        return Unavailable(
+            f"what listens at {base_url} speaks no HTTP ({error}); if it is the server's gRPC port, write grpc://HOST:PORT",
+            request_id=request.request_id,
+        )
     return Unavailable(f"the connection to {base_url} broke: {error}", request_id=request.request_id)

@@ -11,6 +11,7 @@ from multilora_client.errors import InvalidRequest
 from multilora_client.tensors import Tensor
 from multilora_wire.headers import CLIENT_HEADER, KEY_HEADER
 
+_MAX_TIMEOUT_S = 1e9
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -36,6 +37,8 @@ class InferRequest:
     def __post_init__(self) -> None:
         if self.traceparent and not is_traceparent(self.traceparent):
             raise InvalidRequest(f"traceparent is {self.traceparent!r}, expected 00-TRACE-SPAN-FLAGS in hexadecimal")
+        if self.timeout_s is not None and not 0 < self.timeout_s <= _MAX_TIMEOUT_S:  # a NaN is neither
+            raise InvalidRequest(f"timeout_s must be more than 0 and at most {_MAX_TIMEOUT_S:g}, not {self.timeout_s}")
 
     @property
     def headers(self) -> dict[str, str]:
@@ -45,7 +48,9 @@ class InferRequest:
 
     @property
     def authorization(self) -> dict[str, str]:
-        """The header that has the API key, in lower case."""
+        """The header that has the API key, in lower case. Raises InvalidRequest for a key that it cannot carry."""
+        if not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise InvalidRequest("the API key has a line break or a letter that is not ASCII, which no header carries")
         return {KEY_HEADER: f"Bearer {self.api_key}"} if self.api_key else {}
 
 

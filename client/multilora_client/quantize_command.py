@@ -89,10 +89,10 @@ def quantize(
     Norms stay as they are. An output layer that is the embeddings becomes a copy of them in codes. Adapters of the
     float model go on working.
 
+    \b
     Examples:
-
-    - `multilora quantize models/llama --scheme w4a16 --output models/llama-w4a16`
-    - `multilora quantize models/llama --scheme w4a16 --group-size 32 --calibration chats.txt --output models/llama-g32`
+      multilora quantize models/llama --scheme w4a16 --output models/llama-w4a16
+      multilora quantize models/llama --scheme w4a16 --group-size 32 --calibration chats.txt --output models/llama-g32
     """
     with one_line_errors():
         _check_extra()
@@ -130,7 +130,7 @@ def quantize(
 def _check_extra() -> None:
     if missing := [name for name in _EXTRA if find_spec(name) is None]:
         raise Unsupported(
-            f"{' and '.join(missing)} missing; install the extra: pip install 'multilora-engine[quantize]'"
+            f"{' and '.join(missing)} missing; install the extra: pip install './backend_src[quantize]' in a clone"
         )
 
 

@@ -33,6 +33,8 @@ def numeric_tensor(values: Any, dtype: type[np.generic], shape: tuple[int, ...] 
     Raises OverflowError, ValueError or TypeError for values that `dtype` does not hold; NumPy itself would wrap them.
     """
     given = np.asarray(values)
+    if given.dtype == object and all(isinstance(value, int) for value in given.flat):  # none of NumPy's holds it
+        raise OverflowError(f"{values} is not in the range of {np.dtype(dtype)}")
     array = given.astype(dtype).reshape(shape)
     if np.issubdtype(dtype, np.integer) and not np.array_equal(array, given.reshape(shape)):
         raise OverflowError(f"{values} is not in the range of {array.dtype}")

@@ -1,7 +1,8 @@
-"""The parts that all commands share in a terminal: the server's address, and how errors and progress look."""
+"""The parts that all commands share in a terminal: the server's address, and how errors, tables and progress look."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -9,8 +10,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from multilora_client.errors import MultiloraClientError
+from multilora_client.errors import (
+    AdapterConflict,
+    AdapterNotFound,
+    InvalidRequest,
+    MultiloraClientError,
+    Unauthenticated,
+)
+from multilora_client.keyed_transport import API_KEY_VARIABLE
+
+_UNCUT_WIDTH = 1000
+_NO_TEMPLATE = "has no chat template"
 
 Url = Annotated[
     str,
@@ -24,13 +36,36 @@ Url = Annotated[
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn every error a user can cause into one line on standard error and exit status 1."""
+    """Turn every error a user can cause into one line on standard error and exit status 1.
+
+    Output that nobody reads any more (`| head`) ends a command without a word: typer does that.
+    """
     try:
         yield
+    except BrokenPipeError:
+        raise
     except (MultiloraClientError, OSError) as error:
         code = f"[{error.code}] " if isinstance(error, MultiloraClientError) else ""
-        typer.echo(f"error: {code}{' '.join(str(error).split())}", err=True)
+        typer.echo(f"error: {code}{' '.join(str(error).split())}{_remedy(error)}", err=True)
         raise typer.Exit(1) from error
+
+
+def _remedy(error: Exception) -> str:
+    """What to do at the command line, where an error's own text speaks of tensors or of the server."""
+    if isinstance(error, Unauthenticated):
+        return f"; set {API_KEY_VARIABLE} to a key of this server"
+    if isinstance(error, AdapterConflict):
+        return "; here: --name OTHER, or `multilora adapters unload NAME` first"
+    if isinstance(error, AdapterNotFound):
+        return "; here: --adapter DIR"
+    if isinstance(error, InvalidRequest) and _NO_TEMPLATE in str(error):
+        return "; here: leave out --chat"
+    return ""
+
+
+def print_table(table: Table) -> None:
+    """Print a table, on a terminal in its width; into a file or a pipe nothing is cut off."""
+    Console(width=None if sys.stdout.isatty() else _UNCUT_WIDTH).print(table)
 
 
 def progress_bars() -> Progress:

@@ -13,7 +13,7 @@ from multilora_client.terminal import Url, one_line_errors
 app = typer.Typer(
     help="See quantised weights of a running server, and keep some also as floats.",
     no_args_is_help=True,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None,
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")]
@@ -29,7 +29,9 @@ def list_weights(
 ) -> None:
     """Show the quantised weights: their bytes as codes, and as floats where they are kept.
 
-    Example: `multilora weights list 'model.layers.0.*'`
+    \b
+    Example:
+      multilora weights list 'model.layers.0.*'
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
         _print(client.switch_weights("list", modules or ["*"]), as_json)
@@ -48,7 +50,9 @@ def unpack(
 ) -> None:
     """Keep weights also as floats, within the server's unpacked_weights_memory_bytes.
 
-    Example: `multilora weights unpack '*.down_proj'`
+    \b
+    Example:
+      multilora weights unpack '*.down_proj'
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
         _print(client.switch_weights("unpack", modules, path), as_json)
@@ -58,7 +62,9 @@ def unpack(
 def pack(ctx: typer.Context, modules: Modules, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Drop the floats of weights.
 
-    Example: `multilora weights pack '*'`
+    \b
+    Example:
+      multilora weights pack '*'
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
         _print(client.switch_weights("pack", modules), as_json)

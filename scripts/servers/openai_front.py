@@ -19,7 +19,7 @@ def started_openai_front(grpc_url: str, *options: str) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     command = [str(Path(sys.executable).with_name("multilora")), "openai", f"--port={port}"]
-    command += [f"--server=grpc://{grpc_url}", *options]
+    command += [f"--url=grpc://{grpc_url}", *options]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as front:
         try:
             while not _answers(f"http://127.0.0.1:{port}/v1/models"):

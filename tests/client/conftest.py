@@ -77,6 +77,7 @@ def small_tensors() -> AdapterTensors:
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     """Knows the protocol and nothing of language models: it answers with `words`, and keeps adapters by task id.
 
+    refusal: the error that answers every prompt.
     report: what the model `adapters` answers. received: (model, inputs) of every request, in order; headers: those of
     each, in the same order. endless: streams go on until they are cancelled.
     was_left_early: whether a client that had its last word left before the server had closed the stream.
@@ -84,6 +85,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     words: tuple[str, ...] = ("Ahoy", ", ", "café")
     endless: bool = False
+    refusal: str = ""
     report: dict[str, Any] = field(default_factory=dict)
     received: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -128,6 +130,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         return inputs
 
     def _error(self, inputs: dict[str, Any]) -> str | None:
+        if self.refusal:
+            return self.refusal
         if "lora_task_id" not in inputs:
             return None
         task = int(inputs["lora_task_id"].item())

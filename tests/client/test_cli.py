@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
+from typer.main import get_group
 from typer.testing import CliRunner, Result
 
 from multilora_client import AdapterTensors, load_adapter
 from multilora_client.cli import app
+from multilora_wire.adapter_names import task_id_of_name
 
 
 def run(*arguments: object, stdin: str = "") -> Result:
@@ -62,10 +71,10 @@ def test_an_adapter_of_the_server_goes_by_its_name(fake_triton: Any, command: st
 
 
 def test_a_name_and_another_choice_of_an_adapter_contradict_each_other(fake_triton: Any) -> None:
-    result = run("generate", "hi", "--url", fake_triton.url, "--lora-name", "acme/pirate", "--lora-task-id", 7)
+    result = run("generate", "hi", "--url", fake_triton.url, "--name", "acme/pirate", "--lora-task-id", 7)
 
     assert result.exit_code == 1
-    assert "leave --adapter and --lora-task-id out" in result.stderr
+    assert "give --name or --lora-task-id" in result.stderr
     assert fake_triton.received == []
 
 
@@ -127,7 +136,7 @@ def test_chat_remembers_until_reset(fake_triton: Any) -> None:
     ]
 
 
-def test_upload_prints_id_and_digest_of_each_adapter(
+def test_upload_sends_each_adapter_by_its_directorys_name(
     fake_triton: Any, converted: Path, save_adapter: Callable[..., Any]
 ) -> None:
     peft = save_adapter().directory
@@ -137,16 +146,53 @@ def test_upload_prints_id_and_digest_of_each_adapter(
     lines = [line.split("\t") for line in result.stdout.splitlines()]
     assert result.exit_code == 0
     assert lines == [
-        [str(load_adapter(directory).lora_task_id), "ab" * 32, str(directory)] for directory in (converted, peft)
+        [str(task_id_of_name(directory.name)), "ab" * 32, str(directory), directory.name]
+        for directory in (converted, peft)
     ]
     assert fake_triton.adapters == {int(line[0]) for line in lines}
+    assert [inputs["lora_name"] for _, inputs in fake_triton.received] == [["converted"], ["peft"]]
+
+
+@pytest.mark.parametrize("folder", ["checkpoint-500", "adapter", "a name", "é"])
+def test_a_directory_whose_name_is_none_goes_by_an_id_of_its_content(
+    fake_triton: Any, small_tensors: AdapterTensors, tmp_path: Path, folder: str
+) -> None:
+    small_tensors.save(tmp_path / folder)
+
+    result = run("upload", tmp_path / folder, "--url", fake_triton.url)
+
+    task_id = load_adapter(tmp_path / folder).lora_task_id
+    assert result.stdout == f"{task_id}\t{'ab' * 32}\t{tmp_path / folder}\t\n"
+    assert "lora_name" not in fake_triton.received[0][1]
+
+
+@pytest.mark.parametrize(
+    ("options", "task_id", "name"),
+    [
+        ([], task_id_of_name("converted"), "converted"),
+        (["--name", "acme/pirate"], task_id_of_name("acme/pirate"), "acme/pirate"),
+        (["--lora-task-id", 7], 7, None),
+    ],
+)
+@pytest.mark.parametrize("command", [["upload"], ["generate", "hi", "--adapter"], ["stream", "hi", "--adapter"]])
+def test_an_adapter_is_sent_under_the_name_or_the_id_that_was_given(
+    fake_triton: Any, converted: Path, command: list[str], options: list[object], task_id: int, name: str | None
+) -> None:
+    result = run(*command, converted, *options, "--url", fake_triton.url)
+
+    _, inputs = fake_triton.received[0]
+    assert result.exit_code == 0
+    assert inputs["lora_task_id"].item() == task_id
+    assert inputs.get("lora_name") == (None if name is None else [name])
+    assert inputs["lora_weights"].shape == (1, 2, 7)
 
 
 def test_one_task_id_cannot_name_two_adapters(fake_triton: Any, converted: Path) -> None:
-    result = run("upload", converted, converted, "--lora-task-id", 7, "--url", fake_triton.url)
+    for option in (["--lora-task-id", 7], ["--name", "pirate"]):
+        result = run("upload", converted, converted, *option, "--url", fake_triton.url)
 
-    assert result.exit_code == 1
-    assert result.stderr.startswith("error: [INVALID_ARG] --lora-task-id names one adapter")
+        assert result.exit_code == 1
+        assert result.stderr.startswith("error: [INVALID_ARG] --lora-task-id and --name are of one adapter")
     assert not fake_triton.received
 
 
@@ -171,12 +217,31 @@ def test_convert_writes_what_the_library_converts(save_adapter: Callable[..., An
         ),
         (["chat", "--url", "nowhere"], "error: [INVALID_ARG] url is 'nowhere'"),
         (["generate", "hi", "--url", "127.0.0.1:1"], "error: [UNAVAILABLE] no server answers at 127.0.0.1:1"),
-        (["upload", "no-such-folder"], "error: [INVALID_ADAPTER] no-such-folder is neither a PEFT adapter"),
+        (["upload", "no-such-folder"], "error: [INVALID_ADAPTER] there is no directory no-such-folder"),
         (
             ["convert", "no-such-folder", "out"],
             "error: [INVALID_ADAPTER] no-such-folder/adapter_config.json is missing",
         ),
-        (["generate", "hi", "--adapter", "no-such-folder"], "error: [INVALID_ADAPTER] no-such-folder is neither"),
+        (["upload", "/etc"], "error: [INVALID_ADAPTER] /etc is neither a PEFT adapter"),
+        (
+            ["generate", "hi", "--adapter", "pirate-2"],
+            "error: [INVALID_ADAPTER] there is no directory pirate-2; for one that the server has: --name pirate-2",
+        ),
+        (
+            ["stream", "hi", "--adapter", "7"],
+            "error: [INVALID_ADAPTER] there is no directory 7; for one that the server has: --lora-task-id 7",
+        ),
+        (["generate", "hi", "--adapter", "no/such/folder"], "error: [INVALID_ADAPTER] there is no directory no/such"),
+        (["generate", "hi", "--url", "http://[::1"], "error: [INVALID_ARG] url is 'http://[::1'"),
+        (["generate", "hi", "--url", "grpc://localhost:99999"], "error: [INVALID_ARG] url is 'grpc://localhost:99999'"),
+        (["adapters", "list", "--url", "http://:8000"], "error: [INVALID_ARG] url is 'http://:8000'"),
+        (["openai", "--url", "x"], "error: [INVALID_ARG] url is 'x'"),
+        (["console", "--url", "http://[::1"], "error: [INVALID_ARG] url is 'http://[::1'"),
+        (["generate", "hi", "--timeout", "nan"], "error: [INVALID_ARG] timeout_s must be more than 0"),
+        (["stream", "hi", "--timeout", "inf"], "error: [INVALID_ARG] timeout_s must be more than 0"),
+        (["generate", "hi", "--timeout", "-1"], "error: [INVALID_ARG] timeout_s must be more than 0"),
+        (["generate", "hi", "--seed", str(2**64)], f"error: [INVALID_ARG] seed: {2**64} is not in the range of uint64"),
+        (["stream", "hi", "--lora-task-id", str(2**64)], f"error: [INVALID_ARG] lora_task_id: {2**64} is not in"),
     ],
 )
 def test_an_error_is_one_line_on_standard_error_and_exit_status_1(arguments: list[str], message: str) -> None:
@@ -194,9 +259,103 @@ def test_an_error_of_the_server_keeps_its_code(fake_triton: Any) -> None:
     assert result.stderr.startswith("error: [NOT_FOUND] LoRA task 9 not found in cache.")
 
 
-@pytest.mark.parametrize("command", ["generate", "stream", "chat", "upload", "convert", "openai"])
-def test_every_command_has_help_with_an_example(command: str) -> None:
-    result = run(command, "--help")
+def all_commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from all_commands(command, (*path, name))
+        else:
+            yield (*path, name)
+
+
+COMMANDS = list(all_commands(get_group(app)))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_help_with_an_example_and_cuts_no_name(command: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80"})
 
     assert result.exit_code == 0
-    assert f"multilora {command}" in result.stdout.partition("Example")[2]
+    assert f"  multilora {' '.join(command)}" in result.stdout.partition("Example")[2]
+    assert "…" not in result.stdout
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c[0] not in ("convert", "quantize")], ids=" ".join)
+def test_every_command_that_asks_a_server_has_its_address_in_one_option(command: tuple[str, ...]) -> None:
+    shown = CliRunner().invoke(app, [*command, "--help"]).stdout
+    assert re.search("^  --url ", shown, re.MULTILINE)
+
+
+def test_the_former_name_of_the_address_is_refused_with_the_name_that_it_has() -> None:
+    result = run("openai", "--server", "grpc://localhost:8001")
+    assert result.exit_code == 2
+    assert "the option is --url" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "remedy"),
+    [
+        ("UNAUTHENTICATED", "the server has API keys", "set MULTILORA_API_KEY to a key of this server"),
+        ("ALREADY_EXISTS", "LoRA task 7 is cached with other weights", "--name OTHER"),
+        ("NOT_FOUND", "LoRA task 7 not found in cache. Please send LoRA weights with request", "--adapter DIR"),
+        ("INVALID_ARG", "this model has no chat template; send text_input instead of messages", "leave out --chat"),
+    ],
+)
+def test_an_error_of_the_server_ends_with_what_to_do_here(fake_triton: Any, code: str, text: str, remedy: str) -> None:
+    fake_triton.refusal = f"[{code}] {text} (request r1)"
+    result = run("stream", "hi", "--chat", "--url", fake_triton.url)
+    assert result.stderr.startswith(f"error: [{code}] {text}; ")
+    assert result.stderr.endswith(f"{remedy}\n") or remedy in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("key", ["two\nlines", "schlüssel"])
+def test_an_api_key_that_no_header_carries_is_refused_in_one_line(fake_triton: Any, key: str) -> None:
+    result = CliRunner().invoke(app, ["generate", "hi", "--url", fake_triton.url], env={"MULTILORA_API_KEY": key})
+    assert result.stderr.startswith("error: [INVALID_ARG] the API key has")
+    assert result.stderr.count("\n") == 1
+
+
+def test_addresses_of_the_other_protocol_are_told_by_their_scheme(fake_triton: Any) -> None:
+    grpc_port = fake_triton.url.rpartition(":")[2]
+    result = run("generate", "hi", "--url", f"http://127.0.0.1:{grpc_port}")
+    assert result.stderr.startswith("error: [UNAVAILABLE] what listens at")
+    assert "gRPC port, write grpc://" in result.stderr
+    with http_server() as http_port:
+        result = run("generate", "hi", "--url", f"grpc://127.0.0.1:{http_port}")
+    assert f"HTTP port, write http://127.0.0.1:{http_port}" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["stream", "hi"], ["generate", "hi"], ["upload", "{adapter}"]], ids=" ".join)
+def test_output_that_nobody_reads_ends_a_command_without_a_word(
+    fake_triton: Any, converted: Path, command: list[str]
+) -> None:
+    fake_triton.words = ("more ",) * 20_000
+    arguments = [part.format(adapter=converted) for part in command]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as nobody:
+        result = subprocess.run(
+            [Path(sys.executable).with_name("multilora"), *arguments, "--url", fake_triton.url],
+            stdout=nobody,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert result.stderr == ""
+
+
+@contextmanager
+def http_server() -> Iterator[int]:
+    """The port of a server that speaks HTTP/1 alone."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            """Standard error is the command's."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()

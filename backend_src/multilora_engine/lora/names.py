@@ -6,11 +6,9 @@ import re
 from dataclasses import dataclass
 
 from multilora_engine.errors import InvalidRequest
-from multilora_wire.adapter_names import task_id_of_name
+from multilora_wire.adapter_names import PLAIN_PART, is_plain_name, task_id_of_name
 
-_PART = r"[A-Za-z0-9_][\w.-]{0,95}"
-_NAME = re.compile(f"{_PART}(?:/{_PART})?", re.ASCII)
-_PATH = re.compile(f"{_PART}(?:/{_PART})*", re.ASCII)
+_PATH = re.compile(f"{PLAIN_PART}(?:/{PLAIN_PART})*", re.ASCII)
 _LABEL = re.compile(r"(?:(?P<tenant>[A-Za-z0-9_][\w.-]{0,63})@)?(?P<number>0|[1-9][0-9]{0,19})", re.ASCII)
 
 
@@ -19,7 +17,7 @@ def check_name(name: str) -> str:
 
     Raises InvalidRequest: a plain name cannot lead out of a directory or a bucket.
     """
-    if _NAME.fullmatch(name) is None:
+    if not is_plain_name(name):
         raise InvalidRequest(
             f"lora_name {name[:200]!r} is not plain: write letters, digits, _, . and -, with at most one / inside"
         )

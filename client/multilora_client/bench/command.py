@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import sys
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ from multilora_client.bench.workload import (
 from multilora_client.client import DEFAULT_URL, AsyncClient
 from multilora_client.convert import load_adapter
 from multilora_client.errors import AdapterConflict, InvalidRequest, MultiloraClientError, Unsupported
-from multilora_client.terminal import Url, one_line_errors
+from multilora_client.terminal import Url, one_line_errors, print_table
 from multilora_client.tls import Tls
 
 _DOORS = {"direct": doors.DIRECT, "ensemble": doors.ENSEMBLE}
@@ -41,7 +41,6 @@ _UPLOADS_AT_ONCE = 4
 _DEFAULT_CONCURRENCY = 4
 _MAX_SHOWN = 5
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-_UNCUT_WIDTH = 1000
 
 Door = Annotated[Literal["direct", "ensemble"], typer.Option(help="Ask the engine's own models, or the ensembles.")]
 AdapterDirs = Annotated[
@@ -111,11 +110,11 @@ def bench(
     load. `--check` also fails when another adapter answers than the one that was asked; numbers that depend on the
     batch (bfloat16, or a near tie) may differ without a fault.
 
+    \b
     Examples:
-
-    - `multilora bench --concurrency 1 --concurrency 8`
-    - `multilora bench --adapter adapters/pirate --adapter adapters/json --num-adapters 50 --rate 1 --rate 2 --rate 4`
-    - `multilora bench --adapter adapters/pirate --num-adapters 8 --check --csv requests.csv --plot bench.png`
+      multilora bench --concurrency 1 --concurrency 8
+      multilora bench --adapter adapters/pirate --adapter adapters/json --num-adapters 50 --rate 1 --rate 2 --rate 4
+      multilora bench --adapter adapters/pirate --num-adapters 8 --check --csv requests.csv --plot bench.png
     """
     with one_line_errors():
         loads = _loads(rate or [], concurrency or [])
@@ -130,7 +129,7 @@ def bench(
         if csv:
             write_csv(stages, csv)
         _check_answered(samples)
-        Console(width=None if sys.stdout.isatty() else _UNCUT_WIDTH).print(render(stages))
+        print_table(render(stages))
         _explain_errors(samples)
         knee = find_knee(stages) if _is_sweep(stages) else None
         if _is_sweep(stages):
@@ -144,8 +143,8 @@ def bench(
 def _loads(rates: Sequence[float], concurrencies: Sequence[int]) -> list[Load]:
     if rates and concurrencies:
         raise InvalidRequest("--rate is an open loop and --concurrency a closed one; give one of them")
-    if any(rate <= 0 for rate in rates):
-        raise InvalidRequest(f"--rate must be more than 0, not {min(rates):g}")
+    if unusable := [rate for rate in rates if not 0 < rate < math.inf]:  # a NaN is neither
+        raise InvalidRequest(f"--rate must be a number above 0, not {unusable[0]:g}")
     if rates:
         return [Load(rate, is_open=True) for rate in rates]
     return [Load(count, is_open=False) for count in concurrencies or [_DEFAULT_CONCURRENCY]]
@@ -159,7 +158,7 @@ def _check_plot(path: Path) -> None:
     if path.suffix not in _PLOT_SUFFIXES:
         raise InvalidRequest(f"--plot is {path}; its name must end with one of {', '.join(_PLOT_SUFFIXES)}")
     if find_spec("matplotlib") is None:
-        raise Unsupported("matplotlib is missing; install the extra: pip install 'multilora-client[bench]'")
+        raise Unsupported("matplotlib is missing; install the extra: pip install './client[bench]' in a clone")
 
 
 def _targets(directories: Sequence[Path], num_adapters: int | None, first_task_id: int) -> list[Target]:

@@ -62,10 +62,10 @@ def console(
 
     With API keys at the server, the page asks for one and sends it along; the console keeps none.
 
+    \b
     Examples:
-
-    - `multilora console`
-    - `multilora console --url grpc://host:8001 --read-only --port 9100`
+      multilora console
+      multilora console --url grpc://host:8001 --read-only --port 9100
     """
     with one_line_errors():
         check_extra()

@@ -29,15 +29,20 @@ from multilora_client.openai.settings import (
     FrontSettings,
 )
 from multilora_client.openai.tools.formats import ParserName
-from multilora_client.terminal import one_line_errors
+from multilora_client.terminal import Url, one_line_errors
 
 if TYPE_CHECKING:
     from multilora_client.openai.catalogue import Catalogue
 
-Server = Annotated[
-    str,
-    typer.Option(help="The server, grpc[s]://host:port or http[s]://host:port.", envvar="MULTILORA_URL"),
-]
+
+def _refuse_server(value: str | None) -> None:
+    if value is not None:
+        raise typer.BadParameter("the option is --url")
+
+
+Server = Annotated[str | None, typer.Option("--server", hidden=True, callback=_refuse_server)]
+"""Otherwise the refusal proposes --server-metrics."""
+
 Host = Annotated[str, typer.Option(help="Address to listen at; beyond loopback, use --api-keys and TLS.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at.")]
 Base = Annotated[str, typer.Option(help="The clients' name for the base model.")]
@@ -123,7 +128,7 @@ Docs = Annotated[bool, typer.Option("--docs", help="Describe the interface at /d
 
 def openai(
     ctx: typer.Context,
-    server: Server = DEFAULT_URL,
+    url: Url = DEFAULT_URL,
     host: Host = "127.0.0.1",
     port: Port = 9000,
     base_model: Base = "base",
@@ -146,13 +151,14 @@ def openai(
     docs: Docs = False,
     console: WithConsole = False,
     allow_host: AllowHosts = None,
+    _server: Server = None,
 ) -> None:
     """Serve OpenAI's HTTP interface: chats, completions, responses, models. `model` picks an adapter by its name.
 
+    \b
     Examples:
-
-    - `multilora openai --adapter pirate=adapters/pirate --adapter json=adapters/json`
-    - `multilora openai --server grpc://host:8001 --adapters adapters.json --api-keys keys.json --port 9000`
+      multilora openai --adapter pirate=adapters/pirate --adapter json=adapters/json
+      multilora openai --url grpc://host:8001 --adapters adapters.json --api-keys keys.json --port 9000
     """
     with one_line_errors():
         check_extra()
@@ -167,7 +173,7 @@ def openai(
             raise InvalidRequest("--allow-host names the console to browsers; give --console, too, or leave it out")
         catalogue = _read_catalogue(base_model, adapters, adapter or [], api_keys, forward_keys, allow_loading)
         hosts = (host, *(allow_host or ()))
-        page = ConsoleSettings(hosts=hosts, server_url=server, openai_url="/v1") if console else None
+        page = ConsoleSettings(hosts=hosts, server_url=url, openai_url="/v1") if console else None
         settings = FrontSettings(
             max_body_bytes,
             docs,
@@ -178,9 +184,9 @@ def openai(
             _read_secret(client_header_secret_file) if client_header_secret_file else "",
         )
         with listen(host, port) as listener:
-            tell_unreachable(server, ctx.obj)
+            tell_unreachable(url, ctx.obj)
             config = uvicorn.Config(
-                make_app(catalogue, lambda: AsyncClient(server, tls=ctx.obj), settings),
+                make_app(catalogue, lambda: AsyncClient(url, tls=ctx.obj), settings),
                 server_header=False,
                 limit_concurrency=max_connections,
                 http=guarded_protocol(max_connections_per_address, request_timeout_secs),
@@ -189,7 +195,7 @@ def openai(
                 **forwarding,
             )
             address = listening_url(listener, certificate)
-            typer.echo(f"serving {address}/v1, from {server}", err=True)
+            typer.echo(f"serving {address}/v1, from {url}", err=True)
             if console:
                 typer.echo(f"the console is at {address}/", err=True)
             uvicorn.Server(config).run(sockets=[listener])

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from multilora_client.client import AsyncClient
+from multilora_client.client import AsyncClient, parse_url
 from multilora_client.errors import InvalidRequest, MultiloraClientError, Unavailable, Unsupported
 from multilora_client.tls import Tls
 
@@ -48,7 +48,11 @@ def listening_url(listener: socket.socket, certificate: Path | None) -> str:
 
 
 def tell_unreachable(server: str, tls: Tls | None) -> None:
-    """Say when no server answers at the address; the program starts all the same, since a server may come later."""
+    """Say when no server answers at the address; the program starts all the same, since a server may come later.
+
+    Raises InvalidRequest for an address that no server can have.
+    """
+    parse_url(server, tls)
     try:
         asyncio.run(asyncio.wait_for(_describe(server, tls), _PATIENCE_S))
     except (TimeoutError, Unavailable):
@@ -80,7 +84,9 @@ def forwarding_options(trusted_proxies: Sequence[str]) -> dict[str, Any]:
 def check_extra() -> None:
     """Raises Unsupported where the extra `openai` is not installed."""
     if missing := [name for name in _EXTRA if find_spec(name) is None]:
-        raise Unsupported(f"{' and '.join(missing)} missing; install the extra: pip install 'multilora-client[openai]'")
+        raise Unsupported(
+            f"{' and '.join(missing)} missing; install the extra: pip install './client[openai]' in a clone"
+        )
 
 
 def check_certificate(certificate: Path | None, key: Path | None) -> None:

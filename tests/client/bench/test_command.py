@@ -103,7 +103,9 @@ def test_some_requests_that_are_not_answered_are_explained_and_no_number_is_nan(
     ("arguments", "message"),
     [
         (["--rate", "1", "--concurrency", "2"], "give one of them"),
-        (["--rate", "0"], "--rate must be more than 0"),
+        (["--rate", "0"], "--rate must be a number above 0, not 0"),
+        (["--rate", "1", "--rate", "nan"], "--rate must be a number above 0, not nan"),
+        (["--rate", "inf"], "--rate must be a number above 0, not inf"),
         (["--plot", "bench.doc"], "must end with one of .png, .svg, .pdf"),
         (["--num-adapters", "2"], "name one with --adapter"),
     ],

@@ -61,4 +61,4 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.setattr(serving, "find_spec", lambda name: None)
     result = run()
     assert (result.exit_code, served) == (1, [])
-    assert "multilora-client[openai]" in result.stderr
+    assert "./client[openai]" in result.stderr

@@ -67,7 +67,7 @@ def test_it_listens_on_loopback_and_serves_what_files_and_options_name(
     pirate = f"pirate={adapters.with_name('other')}"
 
     result = run(
-        *("--server", fake_triton.url, "--adapters", adapters, "--adapter", pirate),
+        *("--url", fake_triton.url, "--adapters", adapters, "--adapter", pirate),
         *("--api-keys", keys, "--port", 0, "--cors-origin", "https://chat.example"),
     )
 
@@ -112,7 +112,7 @@ def test_only_a_trusted_proxy_tells_the_address_of_a_client(
     fake_triton.report = MODEL
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")  # uvicorn's own; it opens no second way
     secret = write(tmp_path / "secret", "theSecretOfBoth16")
-    result = run("--server", fake_triton.url, "--port", 0, "--client-header-secret-file", secret, *options)
+    result = run("--url", fake_triton.url, "--port", 0, "--client-header-secret-file", secret, *options)
     assert result.exit_code == 0, result.output
     ((config, _),) = served
     config.load()
@@ -127,7 +127,7 @@ def test_the_console_beside_it_is_reached_by_the_names_that_the_options_allow(
     served: list[Any], fake_triton: Any
 ) -> None:
     fake_triton.report = MODEL
-    result = run("--server", fake_triton.url, "--port", 0, "--console", "--allow-host", "chat.example")
+    result = run("--url", fake_triton.url, "--port", 0, "--console", "--allow-host", "chat.example")
 
     assert result.exit_code == 0, result.output
     ((config, _),) = served
@@ -141,7 +141,7 @@ def test_the_console_beside_it_is_reached_by_the_names_that_the_options_allow(
 def test_a_taken_port_is_said_before_anything_has_started(served: list[Any], fake_triton: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = run("--server", fake_triton.url, "--port", port)
+        result = run("--url", fake_triton.url, "--port", port)
 
     assert (result.exit_code, served) == (1, [])
     assert result.stderr.startswith(f"error: cannot listen at 127.0.0.1, port {port}: Address already in use")
@@ -150,7 +150,7 @@ def test_a_taken_port_is_said_before_anything_has_started(served: list[Any], fak
 def test_a_server_that_does_not_answer_is_said_and_waited_for(served: list[Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         url = f"grpc://127.0.0.1:{unused.getsockname()[1]}"
-    result = run("--server", url, "--port", 0)
+    result = run("--url", url, "--port", 0)
 
     assert (result.exit_code, len(served)) == (0, 1)
     assert f"warning: no server answers at {url}; until one does, requests get status 503" in result.stderr
@@ -195,4 +195,4 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch, s
 
     assert (result.exit_code, served) == (1, [])
     assert "fastapi and prometheus_client and uvicorn missing" in result.stderr
-    assert "multilora-client[openai]" in result.stderr
+    assert "./client[openai]" in result.stderr

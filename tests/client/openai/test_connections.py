@@ -25,7 +25,7 @@ Connect = Callable[[], socket.socket]
 def front(*options: str) -> Iterator[int]:
     """The command, with its port; the server behind it does not matter."""
     command = [sys.executable, "-c", "from multilora_client.cli import main; main()", "openai"]
-    command += ["--server", "grpc://127.0.0.1:1", "--port", "0", *options]
+    command += ["--url", "grpc://127.0.0.1:1", "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         started = next(match for line in process.stderr if (match := re.search(r"serving http://\S+:(\d+)", line)))
@@ -119,7 +119,7 @@ def test_a_slow_answer_is_no_slow_request(connect: Callable[[int], socket.socket
     """The server behind the front accepts and says nothing."""
     with socket.create_server((ADDRESS, 0)) as silent:
         server = f"grpc://{ADDRESS}:{silent.getsockname()[1]}"
-        with front("--server", server, "--request-timeout-secs", "0.1") as port:
+        with front("--url", server, "--request-timeout-secs", "0.1") as port:
             connection = connect(port)
             body = b'{"model": "base", "prompt": "a"}'
             head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

@@ -145,7 +145,7 @@ def test_the_command_takes_the_same_files(mutual_address: str, authority: Author
 def openai_front(address: str, ca: Path, identity: Identity) -> Iterator[str]:
     """The command `multilora openai`; yields `host:port`."""
     command = [sys.executable, "-c", "from multilora_client.cli import main; main()", "--ca", ca, "openai"]
-    command += ["--server", f"grpcs://{address}", "--port", "0"]
+    command += ["--url", f"grpcs://{address}", "--port", "0"]
     command += ["--certificate", identity.certificate, "--key", identity.key]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
