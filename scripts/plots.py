@@ -6,7 +6,6 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,38 +147,6 @@ def draw_populations(axes: Axes, rows: Cells) -> None:
     axes.set(xlabel="adapters that are asked", ylabel="tokens a second")
 
 
-def draw_tiers(axes: Axes, rows: Cells) -> None:
-    """A line for each engine's time, which begins with an empty device. A budget far above all bytes is left out."""
-    time, *tiers = rows[0]
-    *moments, budgets = rows
-    xs = [number(moment[time]) for moment in moments]
-    starts = [place for place, moment in enumerate(moments) if number(moment[tiers[0]]) == 0]
-    lives = [slice(start, end) for start, end in pairwise([*starts, len(moments)])]
-    top = 1.5 * max(number(moment[tier]) for moment in moments for tier in tiers)
-    for tier, (colour, marker, line) in zip(tiers, _SERIES, strict=False):
-        ys = [number(moment[tier]) for moment in moments]
-        for life in lives:
-            label = tier if life is lives[0] else None
-            axes.plot(xs[life], ys[life], color=_LIGHT[colour], marker=marker, linestyle=line, label=label)
-        if number(budgets[tier]) <= top:
-            axes.axhline(number(budgets[tier]), color=_LIGHT[colour], linestyle=":", label=f"{tier}, limit")
-    axes.set_ylim(0, top)
-    axes.set(xlabel="seconds", ylabel="MiB")
-
-
-def draw_sizes(axes: Axes, rows: Cells) -> None:
-    what, _, _, total = rows[0]
-    names = [row[what].removeprefix("the ").removeprefix("shape of ") for row in rows]
-    sizes = [number(row[total]) for row in rows]
-    is_default = ["default" in row[what] for row in rows]
-    colours = [_LIGHT["first" if mine else "second"] for mine in is_default]
-    bars = axes.barh(names, sizes, color=colours)
-    axes.bar_label(bars, [row[total] for row in rows], padding=3)
-    axes.margins(x=0.2)
-    axes.invert_yaxis()
-    axes.set(xlabel="GiB")
-
-
 PLOTS = (
     Plot(
         "throughput",
@@ -203,8 +170,6 @@ PLOTS = (
         "Tokens a second, by the adapters that are asked",
         draw_populations,
     ),
-    Plot("tiers", "performance.md", "soak tiers", "Bytes in each tier, over the time of the soak", draw_tiers),
-    Plot("adapter-sizes", "adapters.md", "adapter sizes", "2,000 adapters of rank 16, in any tier", draw_sizes),
 )
 
 
@@ -214,11 +179,11 @@ def draw(plot: Plot) -> str:
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(7.2, 3.8))
         axes = figure.subplots()
-        figure.subplots_adjust(left=0.34 if plot.draw is draw_sizes else 0.14, right=0.97, top=0.89, bottom=0.14)
+        figure.subplots_adjust(left=0.14, right=0.97, top=0.89, bottom=0.14)
         plot.draw(axes, rows)
         figure.text(0.02, 0.94, plot.title, fontsize=12, fontweight="bold")
         axes.set_axisbelow(True)
-        axes.grid(axis="x" if plot.draw is draw_sizes else "y")
+        axes.grid(axis="y")
         axes.tick_params(length=0)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="upper left", fontsize=10)

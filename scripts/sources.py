@@ -32,14 +32,6 @@ def measured_source() -> str:
     return f"{command_source()[:-1]} on {machine()}, commit {commit()}."
 
 
-def compiled_source(compiler: str) -> str:
-    """A sentence for figures that a compiler gives on any machine. Raises as `measured_source` does.
-
-    compiler: its name and version.
-    """
-    return f"{command_source()[:-1]} with {compiler}, commit {commit()}."
-
-
 def command_source() -> str:
     """A sentence for figures that follow from the code by arithmetic: the command that this process was started by.
 

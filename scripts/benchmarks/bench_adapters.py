@@ -260,13 +260,12 @@ def compare_pauses(
     return rows
 
 
-def write_tables(results: Mapping[str, Sequence[Row]], source: str) -> None:
-    """Write each part's results into its table of docs/performance.md, and draw the page's plots anew.
+def write_throughput_table(rows: Sequence[Row], source: str) -> None:
+    """Write the part `throughput` into docs/performance.md, and draw the page's plots anew.
 
-    source: the sentence that tells where figures are from.
+    source: the sentence that tells where the figures are from.
     """
-    for part, rows in results.items():
-        write_table(PAGE, f"adapters {part}", measures_table(rows), source)
+    write_table(PAGE, "adapters throughput", measures_table(rows), source)
     write_plots(PAGE)
 
 
@@ -278,7 +277,7 @@ def main(
     model: Annotated[Path | None, typer.Option(help="Checkpoint whose adapters are packed; default: ours.")] = None,
     part: Annotated[list[str] | None, typer.Option(help="Only this part; may be repeated. Default: all.")] = None,
     update_docs: Annotated[
-        bool, typer.Option("--docs", help="Write the tables of docs/performance.md for the parts measured.")
+        bool, typer.Option("--docs", help="Write the table of docs/performance.md; needs the part throughput.")
     ] = False,
 ) -> None:
     """Measure the costs of adapters, print a table with the goals, and plot it."""
@@ -299,11 +298,13 @@ def main(
         }
         if unknown := set(part or ()) - parts.keys():
             raise typer.BadParameter(f"{', '.join(sorted(unknown))}; the parts are {', '.join(parts)}")
+        if update_docs and part and "throughput" not in part:
+            raise typer.BadParameter("--docs writes the table of the part throughput, which --part leaves out")
         chosen = progress.track(part or list(parts), description="measuring")
         results = {name: parts[name]() for name in chosen}
     rows = [*itertools.chain.from_iterable(results.values())]
     console.print(render(rows, f"adapters, {threads_title()}"))
     write_results(rows, output, "adapters")
     if update_docs:
-        write_tables(results, source)
+        write_throughput_table(results["throughput"], source)
     console.print(f"{output}/adapters.csv and adapters.png written; load {os.getloadavg()[0]:.1f}")

@@ -11,11 +11,6 @@ prefill    of one long prompt, in the chunks the engine is configured for, with 
 prefix     time to the first token of a prompt, when the cache has most of it from another one and when it has not
 adapters   decoding 16 sequences with one adapter or 16 different ones on all linear layers, and with adapters that are
            loaded but not used, against the engine without any
-unpacked   decode steps in w8a16 and w4a16 with codes alone, and with floats beside them where `auto` finds them faster,
-           against float32 weights
-stored     decoding 16 and 64 sequences with as many different adapters, stored as bfloat16, int8, fp8 and int4, beside
-           weights in float32 and in bfloat16: the share of the base model's tokens that is left, and the share that
-           would be if the adapters took the time of their bytes at the measured read bandwidth
 peft       whole answers to 16 prompts at once, each with an adapter of its own, beside transformers + PEFT on the same
            adapters in one mixed batch (`adapter_names`): tokens a second, and the time between tokens
 overhead   what a step of 64 sequences costs beside the model, on one core: scheduling, batch, sampling, text, emission.
@@ -42,18 +37,16 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import engine_tables
 from benchmarks.adapter_bench import random_wire
 from benchmarks.bench_rows import Row, render, threads_title, write_results
-from benchmarks.decode_steps import BATCHES, QUANTIZED, Result, at_least, bfloat16_results, decode_results
+from benchmarks.decode_steps import QUANTIZED, Result, at_least, bfloat16_results, decode_results
 from benchmarks.engine_bench import CHUNK, GREEDY, NUM_ADAPTERS, RANK, WARM_UP_STEPS, Bench, Work
+from benchmarks.engine_tables import write_steps_table
 from benchmarks.matrix_rate import matrix_rate
 from benchmarks.peft_baseline import PeftBaseline
 from benchmarks.percentiles import p99
 from benchmarks.step_parts import MODEL_PARTS, PARTS, timed_parts
 from benchmarks.step_results import TABLE_WIDTH, StepResult, render_steps, write_steps
-from benchmarks.stored_adapters import stored_rows
-from benchmarks.weight_switches import switch_rows
 from checkpoints.prepare_default_model import ensure_default_checkpoint
 from checkpoints.quantized_default_model import ensure_quantized_checkpoint
 from checkpoints.telling_adapters import save_plain_tokenizer
@@ -249,9 +242,7 @@ def main(
     output: Annotated[Path, typer.Option(help="Folder for CSV files and plots.")] = Path("bench_results"),
     part: Annotated[
         list[str],
-        typer.Option(
-            help="Measure only this: decode, bfloat16, unpacked, prefill, prefix, adapters, stored, peft, overhead."
-        ),
+        typer.Option(help="Measure only this: decode, bfloat16, prefill, prefix, adapters, peft, overhead."),
     ] = [],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="Repetitions of everything that is compared.")] = 5,
     steps: Annotated[int, typer.Option(help="Decode steps of one repetition.")] = 8,
@@ -263,7 +254,7 @@ def main(
     threads: Annotated[int, typer.Option(help="CPU threads; 0 is one per core.")] = 0,
     model: Annotated[Path | None, typer.Option(help="Checkpoint; default: the embedded model.")] = None,
     update_docs: Annotated[
-        bool, typer.Option("--docs", help="Write the tables and plots of docs/performance.md for the parts measured.")
+        bool, typer.Option("--docs", help="Write the table and plot of docs/performance.md; needs the part decode.")
     ] = False,
 ) -> None:
     """Measure the engine's steps, print a table with the goals, and plot it."""
@@ -283,14 +274,14 @@ def main(
     parts: dict[str, Callable[[], Sequence[Result]]] = {
         "decode": lambda: decode_results(benches, TORCH_DTYPES[dtype], rounds, context, steps),
         "bfloat16": lambda: bfloat16_results({"bfloat16": checkpoint, **quantized}, rounds, context, steps, **options),
-        "unpacked": lambda: switch_rows(benches, list(quantized), BATCHES, rounds, context, steps, **options),
         "prefill": lambda: prefill_rows(benches, rounds, prompt),
         "prefix": lambda: prefix_rows(bench, rounds, num_shared=1000, num_own=32),
         "adapters": lambda: adapter_rows(bench, context, rounds, steps),
-        "stored": lambda: stored_rows(checkpoint, threads, rounds, context, steps),
         "peft": lambda: peft_rows(bench, rounds, prompt_tokens=128, output_tokens=64),
         "overhead": lambda: overhead_results(rounds, steps, 64),
     }
+    if update_docs and part and "decode" not in part:
+        raise typer.BadParameter("--docs writes the table of the part decode, which --part leaves out")
     if unknown := set(part) - set(parts):
         raise typer.BadParameter(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
     with Progress(console=console) as progress:
@@ -302,7 +293,7 @@ def main(
     title = f"{checkpoint.name}, {dtype}, adapters in {stored}, {threads_title()}"
     report([*itertools.chain.from_iterable(results.values())], title, output, console)
     if update_docs:
-        engine_tables.write_tables(results, source)
+        write_steps_table(results["decode"], source)
 
 
 def report(results: Sequence[Result], title: str, output: Path, console: Console) -> None:

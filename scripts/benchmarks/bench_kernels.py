@@ -22,7 +22,6 @@ import platform
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -32,19 +31,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from benchmarks import kernel_resources
-from benchmarks.bench_rows import Row, threads_title
-from benchmarks.engine_tables import PAGE, machine_limits
+from benchmarks.bench_rows import threads_title
 from benchmarks.lora_workloads import Batch, Model, Step, Workload
 from benchmarks.machine_limits import Clock, Yardsticks, measure_all
 from benchmarks.model_shapes import DEFAULT_MODEL, EIGHT_BILLION, ONE_BILLION
-from marked_tables import figure, write_table
 from multilora_kernels import load_cpu_kernels
 from multilora_kernels.cpu import capability
-from plots import DOCS
-from sources import compiled_source, measured_source
 
-TABLE = "operators"
 MAX_GATHERED_BYTES = 2 << 30
 _LEAST_ADDED = 0.03
 """A share of a linear's time: an update that adds less is not told from other load on the machine."""
@@ -205,43 +198,6 @@ def print_results(results: list[Result], title: str, console: Console) -> None:
     console.print(within)
 
 
-def docs_table(results: list[Result]) -> str:
-    """A row for each workload: times, and the shares of their limits that they reach."""
-    columns = (
-        "update alone",
-        "of its limit",
-        "added to the linears",
-        "of the adapters' limit",
-        "linears and updates",
-        "of their limit",
-        "gather + padded `torch.bmm`",
-        "two products an adapter",
-    )
-    lines = [f"| a step's linears | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(columns)}"]
-    for r in results:
-        cells = (
-            f"{figure(r.update * 1e3)} ms",
-            f"{100 * r.fraction:.0f} %",
-            f"{figure(r.added * 1e3)} ms" if r.is_added_told else "noise",
-            f"{100 * r.added_fraction:.0f} %" if r.is_added_told else "",
-            f"{figure(r.lora_linears * 1e3)} ms",
-            f"{100 * r.lora_linears_fraction:.0f} %",
-            f"{figure(r.gather_bmm / r.update)} x",
-            f"{figure(r.gemm_per_adapter / r.update)} x",
-        )
-        lines.append(f"| {r.workload} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def write_docs(results: list[Result], source: str) -> None:
-    """Write the table of docs/performance.md. source: the sentence where figures are from."""
-    medians = [
-        Row("machine: read bandwidth", statistics.median(r.bandwidth for r in results) / 1e9, "GB/s"),
-        Row("machine: float32 products", statistics.median(r.peak for r in results) / 1e9, "GFLOP/s"),
-    ]
-    write_table(PAGE, TABLE, docs_table(results), f"{source} {machine_limits(medians)}")
-
-
 def write_results(results: list[Result], title: str, output: Path) -> None:
     """`kernels.csv` and `kernels.png` in a folder."""
     import matplotlib
@@ -283,40 +239,14 @@ def write_results(results: list[Result], title: str, output: Path) -> None:
     pyplot.close(figure)
 
 
-def compile_kernels(output: Path, console: Console, update_docs: bool) -> None:
-    """Registers, spilled bytes and shared memory of every kernel, shape and GPU generation, compiled here and now."""
-    source = compiled_source(f"Triton {version('triton')}") if update_docs else ""
-    with Progress(console=console) as progress:
-        todo = kernel_resources.compilations(EIGHT_BILLION)
-        used = [compilation() for compilation in progress.track(todo, description="compiling")]
-    console.print(kernel_resources.render(used))
-    kernel_resources.write_results(used, output)
-    if update_docs:
-        write_table(DOCS / "gpu.md", "kernel resources", kernel_resources.docs_table(used), source)
-    console.print(f"Wrote {output}/kernel_resources.csv and {output}/kernel_resources.png")
-
-
 def main(
     output: Annotated[Path, typer.Option(help="Folder for the tables and plots.")] = Path("bench_results"),
     rounds: Annotated[int, typer.Option(help="Times each contestant runs.")] = 21,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
     gpu: Annotated[bool, typer.Option("--gpu", help="Measure the GPU instead of the CPU.")] = False,
-    aot: Annotated[
-        bool, typer.Option("--aot", help="Only compile the GPU kernels, print and plot what they cost.")
-    ] = False,
-    update_docs: Annotated[
-        bool,
-        typer.Option("--docs", help="Write the table of docs/performance.md; with --aot that of docs/gpu.md."),
-    ] = False,
 ) -> None:
     """Measure the batched LoRA operators."""
     console = Console()
-    if update_docs and gpu:
-        raise typer.BadParameter("no page has figures of --gpu; --docs is for the CPU's and for --aot")
-    if aot:
-        compile_kernels(output, console, update_docs)
-        return
-    source = measured_source() if update_docs else ""
     if threads:
         torch.set_num_threads(threads)
     device, workloads = ("cuda", gpu_workloads()) if gpu else ("cpu", cpu_workloads())
@@ -324,8 +254,6 @@ def main(
     results = list(bench_all(workloads, device, rounds, console))
     print_results(results, title, console)
     write_results(results, title, output)
-    if update_docs:
-        write_docs(results, source)
     console.print(f"Wrote {output}/kernels.csv and {output}/kernels.png")
 
 

@@ -39,7 +39,7 @@ from benchmarks.peers.contestants import (
 )
 from benchmarks.peers.exchange import Answer, Case, Job, made
 from benchmarks.peers.figures import Figures, print_figures, with_earlier, write_figures
-from benchmarks.peers.tables import write_quantized_tables, write_tables
+from benchmarks.peers.tables import write_rates_table
 from benchmarks.peft_baseline import PeftBaseline
 from checkpoints.prepare_default_model import (
     GGUF_MEMBER,
@@ -155,11 +155,13 @@ def main(
     case: Annotated[list[str] | None, typer.Option(help="Only cases whose names have this; repeatable.")] = None,
     environments: Annotated[Path | None, typer.Option(help="Where the engines of others are installed.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Medians are taken over these.")] = 5,
-    update_docs: Annotated[bool, typer.Option("--docs", help="Write the tables of docs/performance.md.")] = False,
+    update_docs: Annotated[bool, typer.Option("--docs", help="Write the table of docs/performance.md.")] = False,
 ) -> None:
     source = measured_source() if update_docs else ""
     console = Console()
     is_quantized = weights == "quantized"
+    if is_quantized and update_docs:
+        raise typer.BadParameter("no page has a table of quantised engines")
     checkpoint = model or ensure_default_checkpoint()
     directory = environments or cache_directory() / "peers"
     converted = converted_folder(checkpoint, directory)
@@ -196,8 +198,7 @@ def main(
         versions = {
             peer.name: engine_version(peer.contestant, environment(peer.contestant, directory)) for peer in peers
         }
-        write = write_quantized_tables if is_quantized else write_tables
-        write(figures, chosen, versions, source)
+        write_rates_table(figures, chosen, versions, source)
     write_figures(with_earlier(figures, output), title, output)
 
 

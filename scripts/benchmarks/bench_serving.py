@@ -372,7 +372,7 @@ def main(
     if results.stages:
         report_load(results.stages, output, console)
     if update_docs:
-        write_tables(results.rates, setting.concurrency, results.stages, rows, quantized, source)
+        write_tables(results.rates, setting.concurrency, results.stages, source)
     console.print(f"results are in {output}; {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
 
 

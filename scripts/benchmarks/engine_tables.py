@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md that `bench_engine --docs` writes, one for each of its parts.
+"""The table of docs/performance.md that `bench_engine --part decode --docs` writes.
 
 A figure that misses its goal says so.
 """
@@ -6,42 +6,27 @@ A figure that misses its goal says so.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from benchmarks.bench_rows import Row
 from benchmarks.step_results import StepResult
-from benchmarks.weight_switches import CHOICE
 from marked_tables import figure, write_table
 from plots import DOCS, write_plots
 
 PAGE = DOCS / "performance.md"
 _PREFIX = "decode "
 _MACHINE = "machine: "
-_STEPS = {"decode": "steps", "bfloat16": "steps in bfloat16"}
-"""The tables of the parts that measure steps."""
-
-_BY_MEASURE = ("prefill", "stored")
-"""The parts whose tables have a column for each measure."""
-
+TABLE = "steps"
 Results = Sequence[Row | StepResult]
 
 
-def write_tables(results: Mapping[str, Results], source: str) -> None:
-    """Write each part's results into its table of the page, and draw the page's plots anew.
+def write_steps_table(results: Results, source: str) -> None:
+    """Write the results of the part `decode` into the page, and draw the page's plots anew.
 
-    source: the sentence that tells where figures are from.
+    source: the sentence that tells where the figures are from.
     """
-    for part, measured in results.items():
-        if part in _STEPS:
-            told = " ".join([source, machine_limits(measured), *missed(measured)])
-            write_table(PAGE, _STEPS[part], steps_table(measured), told)
-        elif part == "unpacked":
-            choices = [row for row in measured if row.what.startswith(CHOICE)]
-            write_table(PAGE, f"engine {part}", measures_table([row for row in measured if row not in choices]), source)
-            write_table(PAGE, "engine choices", measures_table(choices), source)
-        else:
-            table = (measures_table if part in _BY_MEASURE else rows_table)(measured)
-            write_table(PAGE, f"engine {part}", table, source)
+    told = " ".join([source, machine_limits(results), *missed(results)])
+    write_table(PAGE, TABLE, steps_table(results), told)
     write_plots(PAGE)
 
 
@@ -74,19 +59,6 @@ def missed(results: Results) -> list[str]:
     rows = [row for row in results if isinstance(row, Row) and row.is_met is False]
     told = "; ".join(f"{row.what} {figure(row.value)} {row.unit} (goal {row.goal})" for row in rows)
     return [f"Missed: {told}."] if told else []
-
-
-def rows_table(results: Results) -> str:
-    """A row for each result, with its goal, if it has one."""
-    lines = ["| measured | | goal |", "| --- | ---: | ---: |"]
-    for result in results:
-        if isinstance(result, Row):
-            value, goal = f"{figure(result.value)} {result.unit}", result.goal
-        else:
-            value = _milliseconds(result.seconds)
-            goal = "" if result.max_seconds is None else f"<= {_milliseconds(result.max_seconds)}"
-        lines.append(f"| {result.what} | {value}{_verdict(result)} |{f' {goal}' if goal else ''} |")
-    return "\n".join(lines) + "\n"
 
 
 def measures_table(results: Results) -> str:

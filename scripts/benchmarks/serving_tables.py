@@ -6,8 +6,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from benchmarks.bench_rows import Row
-from benchmarks.engine_tables import measures_table, rows_table
 from marked_tables import figure, write_table
 from multilora_client.bench.report import Percentiles, Stage, summarise
 from plots import DOCS, write_plots
@@ -20,21 +18,15 @@ def write_tables(
     rates: Mapping[str, Sequence[float]],
     counts: Sequence[int],
     stages: Sequence[Stage],
-    rows: Sequence[Row],
-    quantized: Sequence[Row],
     source: str,
 ) -> None:
     """Write what was measured into the page, and draw its plots anew.
 
-    rates: tokens/s of every round by `measurement`. counts: requests at once. stages: of the load, rising. rows: all
-    results of one number each, but those of quantised weights. source: the sentence that tells where figures are from.
+    rates: tokens/s of every round by `measurement`. counts: requests at once. stages: of the load, rising.
+    source: the sentence that tells where figures are from.
     """
     if measurement(counts[0], "no adapter") in rates:
         write_table(PAGE, "throughput", throughput_table(rates, counts), source)
-    if ways := [row for row in rows if _AT_ONCE not in row.what]:
-        write_table(PAGE, "ways", rows_table(ways), source)
-    if quantized:
-        write_table(PAGE, "quantized ways", measures_table(quantized), source)
     if stages:
         write_table(PAGE, "load", load_table(stages), source)
     write_plots(PAGE)

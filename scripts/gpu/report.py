@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from marked_tables import write_table
 from repository import REPOSITORY
 
 PARTS = {
@@ -52,13 +51,10 @@ SHARED_PARTS = ("self_test", "candidates")
 MOST_PROCESSES = 12
 
 TOTAL_SECONDS = 530
-"""Of all parts: a command on a borrowed machine may have ten minutes."""
+"""Of all parts: who borrows a GPU may have it for ten minutes."""
 
 DRY_PATIENCE = 4
 """A part of a dry run may take so many times as long: the machine may be busy with other work."""
-
-DOCUMENT, TABLE = REPOSITORY / "docs" / "gpu.md", "dry run"
-"""Where `--docs` writes the table of a dry run."""
 
 WITH_ENGINE = ("steps_8b", "steps_w4a16", "overlap", "prefill", "steps_1b", "tests")
 WITH_CPU_KERNELS = ("self_test", *WITH_ENGINE, "sanitizer")
@@ -204,18 +200,6 @@ def render(results: Mapping[str, PartResult], missing: str) -> str:
     return "\n".join(lines)
 
 
-def docs_table(results: Mapping[str, PartResult]) -> str:
-    """What each part of a dry run came to. Its times are those of an interpreter, and say nothing of a GPU."""
-    lines = ["| part | end | seconds | figures | comparisons with the reference |", "| --- | --- | ---: | ---: | --- |"]
-    for result in results.values():
-        errors = [row["value"] for row in result.rows if row["unit"] == ERROR_UNIT]
-        compared = f"{len(errors)}, the largest error {max(errors):.2g} of the tolerance" if errors else ""
-        num_figures = len(result.rows) - len(errors)
-        end = result.end.replace("|", "/")
-        lines.append(f"| {result.name} | {end} | {result.seconds:.0f} | {num_figures or ''} | {compared} |")
-    return "\n".join(lines) + "\n"
-
-
 def _line(row: Mapping[str, Any]) -> str:
     value = "" if row["value"] is None else f"{row['value']:,.4g}"
     share = "" if row["of_limit"] is None else f"{row['of_limit']:.0%}"
@@ -270,22 +254,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="the most of all parts")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which, in this order")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes in Triton's interpreter, without a GPU")
-    parser.add_argument("--docs", action="store_true", help="write the table of a dry run into docs/gpu.md")
-    asked = parser.parse_args()
-    if asked.docs and not asked.dry_run:
-        parser.error("--docs takes --dry-run: a report of a GPU is a page of its own")
-    return asked
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
     asked = _arguments()
-    source = ""
-    if asked.docs:
-        from sources import measured_source  # it needs packages that a bare machine with a GPU lacks
-
-        sys.argv[0] = "scripts/gpu_report"
-        source = measured_source()
     found = report(asked.parts, asked.output, asked.seconds, asked.dry_run)
-    if asked.docs:
-        write_table(DOCUMENT, TABLE, docs_table(found), source)
     sys.exit(any(result.end != "done" for result in found.values()))

@@ -42,23 +42,16 @@ from checkpoints.telling_adapters import (
     packed_adapter,
     save_checkpoint,
 )
-from marked_tables import markdown_table, write_table
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.paths import owned_socket_path
 from multilora_engine.process.supervisor import EngineProcess
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
 from multilora_wire.layout import AdapterLayout
-from plots import DOCS, write_plots
-from sources import measured_source
-from trials import soak_tiers
 from trials.soak_answers import Call, Tally, Versions
 from trials.soak_engine import Counts
 
 Popularity = Literal["zipf", "uniform"]
-
-PAGE = DOCS / "performance.md"
-TABLE = "soak adapters"
 
 EXPECTED_ERRORS = frozenset({"NOT_FOUND", "UNAVAILABLE", "CANCELLED"})
 """The codes for an adapter that is not cached, no room, and a request that its client has cancelled."""
@@ -326,11 +319,6 @@ def render(measured: Mapping[str, str]) -> Table:
     return table
 
 
-def markdown(measured: Mapping[str, str]) -> str:
-    """The table of the counts in docs/performance.md."""
-    return markdown_table(("", "count"), measured.items())
-
-
 def main(
     requests: Annotated[int, typer.Option(help="Turns of clients; requests sent again come on top.")] = 50_000,
     adapters: Annotated[int, typer.Option(help="Adapters in all.", max=MAX_NUMBER)] = 2000,
@@ -343,10 +331,8 @@ def main(
     popularity: Annotated[Literal["zipf", "uniform", "both"], typer.Option(help="How often each is asked.")] = "both",
     seed: Annotated[int, typer.Option(help="Of the clients' actions; their interleaving is up to the machine.")] = 0,
     spanning: Annotated[bool, typer.Option(help="Adapters of several pages, with pieces that span pages.")] = False,
-    update_docs: Annotated[bool, typer.Option("--docs", help="Write the tables of docs/performance.md.")] = False,
 ) -> None:
     """Ask, upload, replace, cancel and stop at random, and check every answer. Ends with status 1 if one is wrong."""
-    source = measured_source() if update_docs else ""
     options = Options(requests, adapters, clients, device_adapters, host_adapters, disk, seed, spanning)
     popularities: list[Popularity] = ["zipf", "uniform"] if popularity == "both" else [popularity]
     console, started = Console(), time.perf_counter()
@@ -355,10 +341,6 @@ def main(
         tally, counts = soak(options, popularities, lambda: progress.advance(task))
     measured = measures(tally, counts, time.perf_counter() - started)
     console.print(render(measured))
-    if update_docs:
-        write_table(PAGE, TABLE, markdown(measured), source)
-        write_table(PAGE, soak_tiers.TABLE, soak_tiers.markdown([(c.tiers, c.loras) for c in counts]), source)
-        write_plots(PAGE)
     for verdict in tally.wrong[:_MAX_SHOWN]:
         console.print(f"[red]{escape(verdict)}")
     raise typer.Exit(1 if tally.wrong else 0)

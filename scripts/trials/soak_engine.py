@@ -6,7 +6,6 @@ The engine's supervisor starts it; a failed check fails the requests in flight, 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,25 +21,14 @@ from multilora_engine.process import main, server
 from multilora_engine.request import TokenOutput
 
 _STEPS_PER_CHECK = 32
-_NOTE_INTERVAL_S = 0.25
-
-
-class TierBytes(msgspec.Struct, frozen=True):
-    """The bytes in use in each tier at one moment, which is in seconds of `time.monotonic`, one clock a machine."""
-
-    seconds: float
-    device: int
-    host: int
-    disk: int
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """The counts of one engine from start to end. tiers: what its tiers held meanwhile."""
+    """The counts of one engine from start to end."""
 
     num_steps: int
     num_preemptions: int
     loras: LoRAStats
-    tiers: list[TierBytes]
 
 
 class CheckedEngine(Engine):
@@ -50,28 +38,18 @@ class CheckedEngine(Engine):
         super().__init__(config)
         self._file = file
         self._num_steps = 0
-        self._tiers: list[TierBytes] = []
-        self._note_tiers()
 
     def step(self, on_progress: Callable[[], None] = lambda: None) -> list[TokenOutput]:
         outputs = super().step(on_progress)
         self._num_steps += 1
         if self._num_steps % _STEPS_PER_CHECK == 0 or not self.has_work:
             self.check_integrity()
-        if time.monotonic() - self._tiers[-1].seconds >= _NOTE_INTERVAL_S:
-            self._note_tiers()
         return outputs
 
     def close(self) -> None:
-        self._note_tiers()
         super().close()
-        counts = Counts(self._num_steps, self.stats.num_preemptions, self._loras.stats, self._tiers)
+        counts = Counts(self._num_steps, self.stats.num_preemptions, self._loras.stats)
         self._file.write_bytes(msgspec.json.encode(counts))
-
-    def _note_tiers(self) -> None:
-        stats = self._loras.stats
-        used = (tier.bytes_used for tier in (stats.device, stats.host, stats.disk))
-        self._tiers.append(TierBytes(time.monotonic(), *used))
 
 
 def run(file: Annotated[Path, typer.Argument(help="Where to leave the counts, as JSON.")]) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.monitoring import Alert, Prometheus, Query, alerts, dashboard_queries
 
-from deployment.monitoring import Alert, Prometheus, Query, alerts, dashboard_queries
 from multilora_client import Adapter, AdapterNotFound, Client
 from multilora_engine.tritonserver import ServerProcess
 

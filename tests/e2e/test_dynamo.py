@@ -14,8 +14,7 @@ from urllib.error import HTTPError
 
 import psutil
 import pytest
-
-from servers.dynamo_fleet import DynamoFleet, Worker, call, is_healthy, tail
+from support.dynamo_fleet import DynamoFleet, Worker, call, is_healthy, tail
 
 pytest.importorskip("dynamo.common.backend", reason="ai-dynamo is not installed")
 pytestmark = pytest.mark.long(reason="a fleet takes half a minute to start; what it reads and writes has shorter tests")

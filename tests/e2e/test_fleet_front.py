@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.error import HTTPError
 
+import numpy as np
 import pytest
+from support.dynamo_fleet import DynamoFleet, call
 
 from checkpoints.telling_adapters import (
     BASE_ANSWER,
@@ -24,8 +26,8 @@ from multilora_client import ENSEMBLE, Adapter, Client, InvalidRequest, NotFound
 from multilora_engine.dynamo.fleet_messages import Describe, worker_request
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
-from servers.dynamo_fleet import DynamoFleet, call
-from trials.fleet_operator import save_adapter
+from multilora_wire.converted_files import CONFIG_FILE, WEIGHTS_FILE
+from multilora_wire.layout import AdapterLayout
 from trials.judging_clients import task_id, telling_adapter
 
 pytest.importorskip("dynamo.common.backend", reason="ai-dynamo is not installed")
@@ -129,10 +131,19 @@ def test_other_weights_for_a_task_id_answer_from_then_on(client: Client) -> None
         assert tokens(client, task_id(8), [PROMPT[first], *PROMPT[:9]]) == answer(8, 3)
 
 
+def save_adapter(folder: Path, number: int, version: int, layout: AdapterLayout) -> Path:
+    """Write a telling adapter into a new folder, as a converter does."""
+    tensors = telling_adapter(number, layout, version).tensors
+    folder.mkdir(parents=True)
+    np.save(folder / WEIGHTS_FILE, tensors.weights)
+    np.save(folder / CONFIG_FILE, tensors.config)
+    return folder
+
+
 def test_what_a_worker_loads_for_dynamo_answers_through_triton_at_every_worker_and_the_other_way_round(
     client: Client, fleet: DynamoFleet, folder: Path
 ) -> None:
-    place = save_adapter(folder / "deep" / "down" / "there", 40, version=2)
+    place = save_adapter(folder / "deep" / "down" / "there", 40, version=2, layout=client.adapter_layout())
     body = {"lora_name": "forty", "source": {"uri": place.as_uri()}}
     assert call(f"{fleet.workers[0].system_url}/v1/loras", body)["status"] == "success"
     for first in range(8):

@@ -8,10 +8,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from marked_tables import read_cells
-from plots import DOCS, IMAGES, PLOTS, Plot, draw, draw_tiers, number, seconds
+from plots import DOCS, IMAGES, PLOTS, Plot, draw, number, seconds
 
 
 @pytest.mark.parametrize("plot", PLOTS, ids=lambda plot: plot.name)
@@ -51,28 +50,6 @@ def test_lines_of_the_throughput_are_as_high_as_the_tables_numbers() -> None:
     scale, base = np.polyfit(np.ravel(values), np.ravel(heights), 1)
     assert np.allclose(np.multiply(values, scale) + base, heights, atol=0.01)
     assert scale > 0
-
-
-def test_lines_of_the_tiers_are_their_bytes_and_limits_are_drawn_where_they_are_near() -> None:
-    """A line for each engine, which begins with an empty device."""
-    names = ("seconds", "device", "host", "disk")
-    moments = [(0, 0, 0, 0), (5, 1, 10, 100), (9, 0, 0, 100), (12, 2, 5, 90)]
-    cells = [(f"{seconds}", *(f"{size} MiB" for size in sizes)) for seconds, *sizes in moments]
-    rows = [dict(zip(names, row, strict=True)) for row in (*cells, ("limit", "2 MiB", "10 MiB", "16,384 MiB"))]
-    axes = Figure().subplots()
-    draw_tiers(axes, rows)
-    lines = [(line.get_xdata(), line.get_ydata()) for line in axes.get_lines()]
-    assert [(list(xs), list(ys)) for xs, ys in lines] == [
-        ([0, 5], [0, 1]),
-        ([9, 12], [0, 2]),
-        ([0, 1], [2, 2]),
-        ([0, 5], [0, 10]),
-        ([9, 12], [0, 5]),
-        ([0, 1], [10, 10]),
-        ([0, 5], [0, 100]),
-        ([9, 12], [100, 90]),
-    ]
-    assert axes.get_legend_handles_labels()[1] == ["device", "device, limit", "host", "host, limit", "disk"]
 
 
 def test_every_colour_is_chosen_by_the_screens_theme() -> None:

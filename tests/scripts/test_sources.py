@@ -60,12 +60,6 @@ def test_figures_are_of_the_commit_that_ran_whatever_documents_say_meanwhile(clo
     assert told.endswith(f", commit {commit}.")
 
 
-def test_what_a_compiler_gives_has_its_name_and_no_machine(clone: Path) -> None:
-    commit = git(clone, "rev-parse", "HEAD")[:9]
-    told = sources.compiled_source("Triton 3.7.1")
-    assert told == f"By `scripts/run bench_engine --part decode --docs` with Triton 3.7.1, commit {commit}."
-
-
 def test_changed_code_is_said(clone: Path) -> None:
     (clone / "code.py").write_text("second")
     assert sources.measured_source().endswith(", with changes that are not committed.")

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -58,9 +57,6 @@ _BF16_WEIGHTS = {"weight_dtype": "bfloat16", "lora_dtype": "bfloat16"}
 
 REFERENCE = Contestant("transformers + PEFT, float32", "transformers_peft", "float32", engines=_TRANSFORMERS)
 """The contestant whose tokens the others are compared with."""
-
-EXACT = Contestant("transformers, float64", "transformers_peft", "float64", engines=_TRANSFORMERS)
-"""The contestant whose log-probs the others are compared with."""
 
 FLOATS = (
     REFERENCE,
@@ -186,19 +182,10 @@ class RunningPeer:
 
     def answer(self, case: Case) -> Answer:
         """The program's answer. Raises RuntimeError when the program has ended."""
-        return Answer(**self._told(asdict(case), case.name))
-
-    def log_probs(self, text: list[int]) -> list[float]:
-        """Of each token behind the first. Raises RuntimeError when the program has ended."""
-        log_probs: list[float] = self._told({"text": text}, f"a text of {len(text)} tokens")["log_probs"]
-        return log_probs
-
-    def _told(self, message: dict[str, object], what: str) -> dict[str, Any]:
-        line = _ask(self._process, message)
+        line = _ask(self._process, asdict(case))
         if not line:
-            raise RuntimeError(f"{self.name} ended while it answered {what}")
-        told: dict[str, Any] = json.loads(line)
-        return told
+            raise RuntimeError(f"{self.name} ended while it answered {case.name}")
+        return Answer(**json.loads(line))
 
 
 def _ask(process: subprocess.Popen[str], message: dict[str, object]) -> str:

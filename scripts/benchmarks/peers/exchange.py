@@ -1,4 +1,4 @@
-"""How benchmarks ask a program: a line of JSON for the job, then one for each case or text, and as many lines back.
+"""How benchmarks ask a program: a line of JSON for the job, then one for each case, and as many lines back.
 
 Standard library only: each program runs in the environment of its engine.
 """
@@ -62,13 +62,11 @@ class Answer:
 class Program:
     """What a program does with its engine once the model is loaded.
 
-    answer: serves a case. weight_bytes: of the files of weights that the engine read. log_probs: of each token of a
-    text behind the first, by the tokens before it; None where the engine does not tell.
+    answer: serves a case. weight_bytes: of the files of weights that the engine read.
     """
 
     answer: Callable[[Case], Answer]
     weight_bytes: int
-    log_probs: Callable[[list[int]], list[float]] | None = None
 
 
 class Recorder:
@@ -91,12 +89,12 @@ class Recorder:
 
 
 def serve(start: Callable[[Job], Program]) -> None:
-    """Read a job, then cases and texts, until the input ends. `start` loads the engine."""
+    """Read a job, then cases, until the input ends. `start` loads the engine."""
     output = _own_output()
     program = start(Job(**json.loads(sys.stdin.readline())))
     _send(output, {"weight_bytes": program.weight_bytes})
     for line in sys.stdin:
-        _send(output, _reply(program, json.loads(line)))
+        _send(output, asdict(program.answer(Case(**json.loads(line)))))
 
 
 def made(path: Path, make: Callable[[Path], None]) -> Path:
@@ -114,13 +112,6 @@ def made(path: Path, make: Callable[[Path], None]) -> Path:
 def num_bytes(folder: str | Path, pattern: str) -> int:
     """Of the files in a folder whose names match."""
     return sum(file.stat().st_size for file in Path(folder).glob(pattern))
-
-
-def _reply(program: Program, message: dict[str, Any]) -> dict[str, Any]:
-    if "text" not in message:
-        return asdict(program.answer(Case(**message)))
-    assert program.log_probs is not None, "this engine does not tell how likely a text is"
-    return {"log_probs": program.log_probs(message["text"])}
 
 
 def _own_output() -> TextIO:

@@ -9,7 +9,6 @@ import itertools
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from benchmarks.peers.exchange import Answer, Case, Job, Program, Recorder, made, num_bytes, serve
 
@@ -28,14 +27,11 @@ def start(job: Job) -> Program:
     pipeline = genai.ContinuousBatchingPipeline(str(exported), scheduler, "CPU", properties)
     numbers = itertools.count()
 
-    def add(prompt: list[int], config: Any) -> Any:
-        ids = openvino.Tensor(numpy.array([prompt], dtype=numpy.int64))
-        return pipeline.add_request(next(numbers), ids, config)
-
     def answer(case: Case) -> Answer:
         recorder = Recorder(len(case.prompts))
         config = genai.GenerationConfig(max_new_tokens=case.num_tokens, ignore_eos=True, do_sample=False)
-        handles = [add(prompt, config) for prompt in case.prompts]
+        ids = [openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)) for prompt in case.prompts]
+        handles = [pipeline.add_request(next(numbers), prompt, config) for prompt in ids]
         while pipeline.has_non_finished_requests():
             pipeline.step()
             for place, handle in enumerate(handles):
@@ -44,17 +40,7 @@ def start(job: Job) -> Program:
                         recorder.add(place, list(output.generated_ids))
         return recorder.answer()
 
-    def log_probs(text: list[int]) -> list[float]:
-        handle = add(text, genai.GenerationConfig(max_new_tokens=0, do_sample=False, echo=True, logprobs=1))
-        while pipeline.has_non_finished_requests():
-            pipeline.step()
-        told: list[float] = []
-        while handle.can_read():
-            for output in handle.read().values():
-                told += output.generated_log_probs
-        return told[1:]
-
-    return Program(answer, num_bytes(exported, "openvino_model.bin"), log_probs)
+    return Program(answer, num_bytes(exported, "openvino_model.bin"))
 
 
 def _export(job: Job, weights: str) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from benchmarks.peers.exchange import Answer, Case, Job, Program, Recorder, made, num_bytes, serve
@@ -15,7 +14,6 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.request import GenerationRequest, SamplingParams
-from multilora_engine.sampling.prompt_log_probs import row_type
 
 
 def start(job: Job) -> Program:
@@ -64,15 +62,7 @@ def start(job: Job) -> Program:
                 recorder.add(places[output.request_id], list(output.token_ids))
         return recorder.answer()
 
-    def log_probs(text: list[int]) -> list[float]:
-        sampling = SamplingParams(max_tokens=0, return_prompt_log_probs=True)
-        engine.add_request(GenerationRequest(str(next(numbers)), text, sampling, None))
-        told = b""
-        while engine.has_work:
-            told += b"".join(output.prompt_log_probs for output in engine.step())
-        return [float(value) for value in np.frombuffer(told, row_type(0))["log_prob"][1:]]
-
-    return Program(answer, num_bytes(model, "*.safetensors"), log_probs)
+    return Program(answer, num_bytes(model, "*.safetensors"))
 
 
 if __name__ == "__main__":

@@ -46,14 +46,7 @@ def start(job: Job) -> Program:
         )
         return recorder.answer()
 
-    @torch.inference_mode()
-    def log_probs(text: list[int]) -> list[float]:
-        token_ids = torch.tensor(text)
-        rows = model(input_ids=token_ids[None], use_cache=False).logits[0, :-1].double().log_softmax(dim=-1)
-        told: list[float] = rows.gather(1, token_ids[1:, None]).squeeze(1).tolist()
-        return told
-
-    return Program(answer, num_bytes(job.model, "*.safetensors"), log_probs)
+    return Program(answer, num_bytes(job.model, "*.safetensors"))
 
 
 def _name(number: int) -> str:

@@ -47,17 +47,7 @@ def start(job: Job) -> Program:
                 done[output.request_id] = len(tokens)
         return recorder.answer()
 
-    def log_probs(text: list[int]) -> list[float]:
-        sampling = vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-        engine.add_request(str(next(numbers)), {"prompt_token_ids": text}, sampling)
-        told: list[float] = []
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                rows = zip(text[1:], output.prompt_logprobs[1:], strict=True)
-                told = [row[token].logprob for token, row in rows]
-        return told
-
-    return Program(answer, num_bytes(job.model, "*.safetensors"), log_probs)
+    return Program(answer, num_bytes(job.model, "*.safetensors"))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from support.adapters import TINY
 
 from benchmarks import bench_adapters
 from benchmarks.adapter_bench import RANKS, Bench, random_wire
-from benchmarks.bench_adapters import num_parameters, pause_rows, throughput_run, way_in_rows, write_tables
+from benchmarks.bench_adapters import num_parameters, pause_rows, throughput_run, way_in_rows, write_throughput_table
 from benchmarks.bench_rows import Row
 from benchmarks.engine_tables import PAGE
 from checkpoints.tiny_llama import save_tiny_llama
@@ -83,33 +83,22 @@ def test_pauses_are_compared_with_a_quiet_engine_of_the_same_kind(bench: Bench) 
     assert all(row.value > 0 for row in rows.values())
 
 
-PARTS = ("memory", "way in", "first token", "throughput", "thrash", "pauses")
-
-
-def test_a_part_writes_its_own_table_and_each_has_its_place_on_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_throughput_goes_into_its_table_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text())
     monkeypatch.setattr(bench_adapters, "PAGE", page)
     monkeypatch.setattr(bench_adapters, "write_plots", lambda _: None)
-    pauses = [
-        Row("pauses, without reads: median", 8.114, "ms"),
-        Row("pauses, without reads: p99", 9.5, "ms"),
-        Row("pauses, with reads: median", 8.2, "ms"),
-        Row("pauses, with reads: p99", 11.4, "ms"),
-        Row("pauses, with reads: p99 against quiet", 1.2, "x", "<= 1.5", True),
+    rows = [
+        Row("throughput, mixed: 5 adapters", 2513.4, "tokens/s"),
+        Row("throughput, mixed: 2000 against 5", 0.911, "x", ">= 0.95", False),
     ]
 
-    write_tables({"pauses": pauses}, "By a test.")
+    write_throughput_table(rows, "By a test.")
 
-    assert read_table(page, "adapters pauses").splitlines() == [
-        "| | median | p99 | p99 against quiet (goal <= 1.5) |",
-        "| --- | ---: | ---: | ---: |",
-        "| pauses, without reads | 8.11 ms | 9.5 ms |  |",
-        "| pauses, with reads | 8.2 ms | 11.4 ms | 1.2 x |",
+    assert read_table(page, "adapters throughput").splitlines() == [
+        "| | 5 adapters | 2000 against 5 (goal >= 0.95) |",
+        "| --- | ---: | ---: |",
+        "| throughput, mixed | 2,513 tokens/s | 0.911 x, missed |",
         "",
         "By a test.",
     ]
-    for part in PARTS[:-1]:
-        assert read_table(page, f"adapters {part}") == read_table(PAGE, f"adapters {part}")

@@ -18,11 +18,8 @@ from benchmarks import bench_peers
 from benchmarks.bench_engine import save_tiny_model
 from benchmarks.bench_peers import compare, converted_folder, expected_tokens, make_cases, running
 from benchmarks.peers import tables
-from benchmarks.peers.accuracy import Nearness
 from benchmarks.peers.contestants import (
-    EXACT,
     FLOATS,
-    QUANTIZED,
     REFERENCE,
     Contestant,
     RunningPeer,
@@ -31,7 +28,7 @@ from benchmarks.peers.contestants import (
 )
 from benchmarks.peers.exchange import Answer, Case, Job, made
 from benchmarks.peers.figures import Figures, with_earlier, write_figures
-from benchmarks.peers.tables import GOALS, PAGE, QUANTIZED_GOALS, QUANTIZED_PROMPTS, QUANTIZED_RATES, RATES, TIMES
+from benchmarks.peers.tables import PAGE, TABLE
 from benchmarks.peft_baseline import PeftBaseline
 from marked_tables import read_cells, read_table
 
@@ -150,18 +147,6 @@ def test_engines_in_processes_of_their_own_give_the_same_tokens(tmp_path: Path, 
     assert expected_tokens(job, cases, tmp_path) == expected
 
 
-@pytest.mark.long(reason="two processes load an engine each")
-def test_engines_in_processes_of_their_own_tell_how_likely_a_text_is(tmp_path: Path) -> None:
-    model = save_tiny_model(tmp_path / "tiny")
-    job = Job(str(model), [], 1, "float32", 1, 3, 64, str(tmp_path), str(tmp_path / "converted"))
-    texts = [[1, 2, 3], [7, 5, 9, 1, 7, 4, 4, 30]]
-    with running([EXACT, OURS], job, tmp_path, Console(quiet=True)) as peers:
-        exact, ours = ([peer.log_probs(text) for text in texts] for peer in peers)
-    assert [len(log_probs) for log_probs in ours] == [2, 7]
-    assert max(max(log_probs) for log_probs in exact) < 0
-    assert Nearness.of("ours", ours, exact).largest < 1e-4
-
-
 def test_a_converted_file_is_made_once_and_never_found_half(tmp_path: Path) -> None:
     def end_halfway(folder: Path) -> None:
         folder.mkdir()
@@ -189,37 +174,6 @@ def test_converted_files_are_of_one_checkpoint(tmp_path: Path) -> None:
     assert one != other
 
 
-def test_goals_are_of_contestants_and_cases_that_there_are() -> None:
-    cases = {case.name for case in make_cases(vocab_size=50, num_adapters=16)}
-    for goal in QUANTIZED_GOALS:
-        assert goal.case in cases
-        for name in (goal.ours, goal.theirs):
-            assert any(contestant.name.startswith(name) for contestant in QUANTIZED), name
-
-
-def test_quantised_engines_have_their_sizes_and_goals_that_count_the_fastest_of_each(page: Path) -> None:
-    names = ("w8a16, float32", "w8a16, bfloat16", "w4a16, float32")
-    ours = [Contestant(f"multilora, {name}", "ours", "float32") for name in names]
-    theirs = [Contestant(name, "theirs", "auto") for name in ("OpenVINO GenAI, int8", "llama.cpp, Q4_0")]
-    one, eight = "base, 1 at once", "base, 8 at once"
-    measured = [
-        *(figures(c.name, one, rate) for c, rate in zip([*ours, *theirs], (70, 80, 90, 79.9, 50.1), strict=True)),
-        *(figures(c.name, eight, rate) for c, rate in zip([*ours, *theirs[:1]], (200, 190, 180, 250), strict=True)),
-    ]
-    prompts = figures(ours[0].name, "4 prompts of 1,024", 30)
-    tables.write_quantized_tables([*measured, prompts], [*ours, *theirs], {}, "By a test.")
-    tables.write_quantized_tables([replace(prompts, tokens_per_s=31)], ours[:1], {}, "By another test.")
-    assert read_cells(page, QUANTIZED_PROMPTS)[0]["4 prompts of 1,024"] == "31"
-    rows = [tuple(row.values()) for row in read_cells(page, QUANTIZED_RATES)]
-    assert rows[0] == (ours[0].name, "70", "200", "135 MB", "611 MB", "2 of 16")
-    assert rows[-1] == (theirs[-1].name, "50.1", "–", "135 MB", "611 MB", "1 of 8")
-    assert [tuple(row.values()) for row in read_cells(page, GOALS)] == [
-        (one, "multilora, w8a16, bfloat16: 80", "OpenVINO GenAI, int8: 79.9", "1 x", ">= 1"),
-        (eight, "multilora, w8a16, float32: 200", "OpenVINO GenAI, int8: 250", "0.8 x, missed", ">= 1"),
-        (one, "multilora, w4a16, float32: 90", "llama.cpp, Q4_0: 50.1", "1.8 x, missed", ">= 1.8"),
-    ]
-
-
 def test_the_page_has_a_row_an_engine_and_says_what_one_cannot_do(page: Path) -> None:
     able = Contestant("theirs, float32", "theirs", "float32", engines=("theirs",))
     unable = Contestant("other, float32", "other", "float32", engines=("other",), no_adapters="it has none")
@@ -233,20 +187,17 @@ def test_the_page_has_a_row_an_engine_and_says_what_one_cannot_do(page: Path) ->
         figures(unable.name, "base", 47),
     ]
     versions = {ours.name: "", able.name: "theirs 1.2", unable.name: "other 3"}
-    tables.write_tables(measured, [ours, able, unable, absent], versions, "By a test.")
-    rows = [tuple(row.values()) for row in read_cells(page, RATES)]
+    tables.write_rates_table(measured, [ours, able, unable, absent], versions, "By a test.")
+    rows = [tuple(row.values()) for row in read_cells(page, TABLE)]
     assert rows == [
         ("multilora, float32", "65", "1,030", "15 of 16"),
         ("theirs, float32", "0.422", "12", "2 of 16"),
         ("other, float32", "47", "–", "1 of 8"),
     ]
-    assert read_table(page, RATES).split("\n\n", 1)[1] == (
+    assert read_table(page, TABLE).split("\n\n", 1)[1] == (
         "By a test.\n\n- theirs: theirs 1.2.\n- other: other 3; no adapters: it has none.\n"
         "- absent, bfloat16: left out, it could not be installed or started here.\n"
     )
-    times = read_cells(page, TIMES)
-    assert [row[ADAPTERS] for row in times] == ["1,234, 20.1 ms", "1,234, 20.1 ms", "–"]
-    assert read_table(page, TIMES).endswith("\n\nBy a test.\n")
 
 
 def test_set_ups_of_one_engine_share_a_line() -> None:
@@ -280,5 +231,5 @@ def test_the_command_writes_what_it_measured_and_nothing_of_earlier_runs(
     bench_peers.main(output=tmp_path / "output", update_docs=False, **options)
     assert page.read_text() == PAGE.read_text()
     bench_peers.main(output=tmp_path / "output", update_docs=True, **options)
-    assert [row["tokens a second"] for row in read_cells(page, RATES)] == [OURS.name]
+    assert [row["tokens a second"] for row in read_cells(page, TABLE)] == [OURS.name]
     assert len((tmp_path / "output/peers.csv").read_text().splitlines()) == 3

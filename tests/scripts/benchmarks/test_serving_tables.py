@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import serving_tables
-from benchmarks.bench_rows import Row
 from benchmarks.serving_tables import PAGE, load_table, measurement, throughput_table, write_tables
 from marked_tables import read_table
 from multilora_client.bench.load import Load, Sample
@@ -50,23 +49,7 @@ def test_what_was_not_measured_stays_as_it_was(tmp_path: Path, monkeypatch: pyte
     page.write_text(PAGE.read_text())
     monkeypatch.setattr(serving_tables, "PAGE", page)
     monkeypatch.setattr(serving_tables, "write_plots", drawn.append)
-    rows = [
-        Row("1 at once, no adapter", 9.0, "tokens/s"),
-        Row("ensemble, of in this process", 91.2, "%", ">= 90", True),
-    ]
-    quantized = [Row(f"w4a16, {n} at once: of in this process", 84.9, "%", ">= 85", False) for n in (1, 16)]
-    write_tables({}, [1], [stage(4, (0.3, 0.4))], rows, quantized, "By a test.")
-    assert [line for line in read_table(page, "ways").splitlines()[2:] if line.startswith("|")] == [
-        "| ensemble, of in this process | 91.2 % | >= 90 |"
-    ]
-    assert read_table(page, "quantized ways").splitlines() == [
-        "| | of in this process (goal >= 85) |",
-        "| --- | ---: |",
-        "| w4a16, 1 at once | 84.9 %, missed |",
-        "| w4a16, 16 at once | 84.9 %, missed |",
-        "",
-        "By a test.",
-    ]
+    write_tables({}, [1], [stage(4, (0.3, 0.4))], "By a test.")
     assert "| 4 | 300 ms |" in read_table(page, "load")
     assert read_table(page, "load").endswith(" |\n\nBy a test.\n")
     assert read_table(page, "throughput") == read_table(PAGE, "throughput")

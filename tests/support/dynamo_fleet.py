@@ -28,7 +28,6 @@ from typing import Any, Self
 
 from multilora_engine.dynamo.updates import EVENTS
 from repository import REPOSITORY
-from servers.machines import Machine, Machines
 
 _LOOPBACK = "127.0.0.1"
 _START_TIMEOUT_S = 300.0
@@ -46,15 +45,14 @@ class FleetFailed(Exception):
 
 @dataclass
 class Worker:
-    """name: of its log. system_url: the address at which it tells its health and metrics, and takes adapters. machine:
-    the machine on which it runs, None for the caller's. is_ready: whether the fleet has waited for it.
+    """name: of its log. system_url: the address at which it tells its health and metrics, and takes adapters.
+    is_ready: whether the fleet has waited for it.
     """
 
     name: str
     system_url: str
     log: Path
     process: subprocess.Popen[bytes]
-    machine: Machine | None = None
     is_ready: bool = False
 
     @property
@@ -84,7 +82,6 @@ class DynamoFleet:
     """Ends all its processes when it is left.
 
     front_options: of `python -m dynamo.frontend`. front_environ: its variables, beside those of all.
-    machines: the first is the front's, the second a Triton front's, and the workers have the others, in turns.
     """
 
     def __init__(
@@ -93,7 +90,6 @@ class DynamoFleet:
         model_name: str,
         front_options: tuple[str, ...] = ("--router-mode", "kv"),
         environ: Mapping[str, str] = MappingProxyType({}),
-        machines: Machines | None = None,
         front_environ: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._model = model
@@ -101,7 +97,6 @@ class DynamoFleet:
         self._front_options = front_options
         self._environ = environ
         self._front_environ = front_environ
-        self._machines: list[Machine | None] = [None] if machines is None else [*machines.all]
         self._resources = ExitStack()
         self.workers: list[Worker] = []
 
@@ -118,12 +113,11 @@ class DynamoFleet:
             "HF_HUB_OFFLINE": "1",
             **self._environ,
         }
-        port, machine = free_port(), self._machines[0]
-        address = _address(machine)
-        self.url = f"http://{address}:{port}"
-        front = ["-m", "dynamo.frontend", "--http-host", address, "--http-port", str(port), *self._front_options]
+        port = free_port()
+        self.url = f"http://{_LOOPBACK}:{port}"
+        front = ["-m", "dynamo.frontend", "--http-host", _LOOPBACK, "--http-port", str(port), *self._front_options]
         self.front_log = directory / "front.log"
-        self._front = self._spawn([sys.executable, *front], self.front_log, self._front_environ, machine)
+        self._front = self._spawn([sys.executable, *front], self.front_log, self._front_environ)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -136,33 +130,31 @@ class DynamoFleet:
         command = [sys.executable, "-m", "multilora_engine.dynamo.main", "--model", str(self._model)]
         command += ["--served-model-name", self.model_name, "--sources-interval-secs", "2"]
         command += _settings(parameters)
-        machine = self._machines[2 + len(self.workers) % (len(self._machines) - 2)] if self._machines[0] else None
-        process = self._spawn(command, log, {"DYN_SYSTEM_PORT": str(port)}, machine)
-        self.workers.append(Worker(name, f"http://{_address(machine)}:{port}", log, process, machine))
+        process = self._spawn(command, log, {"DYN_SYSTEM_PORT": str(port)})
+        self.workers.append(Worker(name, f"http://{_LOOPBACK}:{port}", log, process))
         return self.workers[-1]
 
     def start_triton_front(self, parameters: Mapping[str, str]) -> str:
         """Start a Triton server with the fleet behind it, wait until it is ready, and give its address of gRPC."""
-        machine = self._machines[1] if self._machines[0] else None
-        address, ports, log = _address(machine), [free_port() for _ in range(3)], self._logs / "triton.log"
+        ports, log = [free_port() for _ in range(3)], self._logs / "triton.log"
         command = [str(Path(sys.executable).with_name("multilora-serve")), "--model", str(self._model)]
-        command += ["--model-repository", str(REPOSITORY / "model_repository"), "--host", address]
+        command += ["--model-repository", str(REPOSITORY / "model_repository"), "--host", _LOOPBACK]
         names = ("--http-port", "--grpc-port", "--metrics-port")
         command += [part for name, port in zip(names, ports, strict=True) for part in (name, str(port))]
         command += _settings({**parameters, "engine": "dynamo://dynamo"})
-        process = self._spawn(command, log, {}, machine)
+        process = self._spawn(command, log, {})
 
         def is_ready() -> bool:
             if process.poll() is not None:
                 raise FleetFailed(f"the Triton front ended with status {process.returncode}: {tail(log)}")
             try:
-                with urllib.request.urlopen(f"http://{address}:{ports[0]}/v2/health/ready", timeout=5) as response:
+                with urllib.request.urlopen(f"http://{_LOOPBACK}:{ports[0]}/v2/health/ready", timeout=5) as response:
                     return bool(response.status == 200)
             except OSError:
                 return False
 
         self.wait_until(is_ready)
-        return f"{address}:{ports[1]}"
+        return f"{_LOOPBACK}:{ports[1]}"
 
     def wait_ready(self, num_workers: int) -> None:
         """Wait until so many workers are ready, and the front has the model. Raises FleetFailed."""
@@ -189,7 +181,7 @@ class DynamoFleet:
 
     @property
     def environ(self) -> Mapping[str, str]:
-        """The variables by which a process of the caller's machine finds the fleet."""
+        """The variables by which a process finds the fleet."""
         return {**self._shared, **dict.fromkeys(_LISTENING, _LOOPBACK)}
 
     def models(self) -> list[str]:
@@ -200,24 +192,17 @@ class DynamoFleet:
             return []
         return [model["id"] for model in listing["data"]]
 
-    def _spawn(
-        self, command: list[str], log: Path, environ: Mapping[str, str], machine: Machine | None
-    ) -> subprocess.Popen[bytes]:
-        before = () if machine is None else machine.command
-        addresses = dict.fromkeys(_LISTENING, _address(machine))
+    def _spawn(self, command: list[str], log: Path, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        addresses = dict.fromkeys(_LISTENING, _LOOPBACK)
         with log.open("wb") as stream:
             process = subprocess.Popen(
-                [*before, *command],
+                command,
                 env={**os.environ, **self._shared, **addresses, **environ},
                 stdout=stream,
                 stderr=subprocess.STDOUT,
             )
         self._resources.callback(_end, process)
         return process
-
-
-def _address(machine: Machine | None) -> str:
-    return _LOOPBACK if machine is None else machine.address
 
 
 def _settings(parameters: Mapping[str, str]) -> list[str]:

@@ -7,9 +7,8 @@ import json
 import re
 
 import pytest
-
-from benchmarks import compiled_kernels
-from benchmarks.compiled_kernels import (
+from support import compiled_kernels
+from support.compiled_kernels import (
     Resources,
     add_layer_norm_resources,
     add_rms_norm_resources,
@@ -29,6 +28,7 @@ from benchmarks.compiled_kernels import (
     silu_mul_resources,
     update_resources,
 )
+
 from benchmarks.synthetic_batches import LinearShape
 from multilora_kernels.cuda import block_sizes
 from multilora_kernels.cuda.decode_attention import decode_kernel
