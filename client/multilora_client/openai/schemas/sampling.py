@@ -129,13 +129,19 @@ class Sampling(TokenChoice):
             presence_penalty=self.presence_penalty or None,
             frequency_penalty=self.frequency_penalty or None,
             stop_words=[self.stop] if isinstance(self.stop, str) else self.stop,
-            bad_words=self.bad_words,
+            bad_words=[spelling for word in self.bad_words for spelling in _spellings(word)],
             stop_token_ids=self.stop_token_ids,
             include_stop_str_in_output=self.include_stop_str_in_output or None,
             end_id=_NO_END if self.ignore_eos else None,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             priority=self.priority,
         )
+
+
+def _spellings(bad_word: str) -> list[str]:
+    """A bad word at the beginning of a text and after a space: vLLM bans both, the server's words stand as they are."""
+    word = bad_word.lstrip()
+    return [word, f" {word}"] if word else [bad_word]
 
 
 def log_probs(num_top: int | None) -> GenerateOptions:

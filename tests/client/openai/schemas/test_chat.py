@@ -82,6 +82,15 @@ def test_a_parameter_reaches_the_server(
     assert server.value(name) == sent
 
 
+@pytest.mark.parametrize("path", [CHAT_PATH, "/v1/completions", "/v1/responses"])
+def test_a_bad_word_is_banned_at_the_beginning_and_after_a_space(front: TestClient, server: Any, path: str) -> None:
+    """As vLLM does it, whichever of the two a client spells."""
+    prompt = {CHAT_PATH: CHAT, "/v1/completions": {"model": "base", "prompt": "x"}}
+    body = prompt.get(path, {"model": "base", "input": "x"})
+    assert front.post(path, json=body | {"bad_words": ["up", " down", " "]}).status_code == 200
+    assert server.values("bad_words") == ["up", " up", "down", " down", " "]
+
+
 @pytest.mark.parametrize(
     ("given", "param", "code"),
     [
