@@ -46,7 +46,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     No end token before `min_tokens` tokens. `end_id` None means the checkpoint's own end tokens; -1 means none. With a
     `guide` an end token is chosen only where the answer parses; where nothing can follow, the answer ends by itself,
     before `min_tokens` if need be.
-    `stop_words` are matched on the generated text and never emitted, not even in part. stop_token_sequences: the same
+    `stop_words` are matched on the generated text and never emitted, not even in part; one that spells special tokens
+    is matched on these tokens, which no text has, too. stop_token_sequences: the same
     by token ids, as upstream's `stop_words_list` has them. include_stop_str_in_output: emit the stop all the same.
     max_tokens 0 computes the prompt and answers with no token.
 

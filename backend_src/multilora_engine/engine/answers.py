@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 
 from multilora_engine.engine.beam_search import BeamSearch, Continuations
 from multilora_engine.engine.beams import continue_beams
@@ -52,7 +51,7 @@ class Answers:
         if token.logits is not None:
             sequence.held.logits.append(token.logits)
         if token_id in end_tokens(sequence.request.sampling, self._end_token_ids):
-            return self.finish(sequence, "stop", end_token_ids=[token_id])
+            return self.finish(sequence, "stop", sequence.text.end(token_id))
         delta = sequence.text.push(token_id)
         if is_complete:
             return self.finish(sequence, "stop", delta)
@@ -81,20 +80,13 @@ class Answers:
             return error_output(sequence.request, error)
         return output
 
-    def finish(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        delta: TextDelta = _NOTHING,
-        end_token_ids: Iterable[int] = (),
-    ) -> TokenOutput:
-        """The last output of an answer: `delta`, the tokens and text that its stream still held, and its end token.
+    def finish(self, sequence: Sequence, reason: FinishReason, delta: TextDelta = _NOTHING) -> TokenOutput:
+        """The last output of an answer: `delta`, and the tokens and text that its stream still held.
 
         A stop word is the reason whenever it was completed, even by the last token that was allowed.
         """
         held = _NOTHING if delta.stopped else sequence.text.finish()
-        token_ids = [*delta.token_ids, *held.token_ids, *end_token_ids]
-        last = TextDelta(token_ids, delta.text + held.text)
+        last = TextDelta(delta.token_ids + held.token_ids, delta.text + held.text)
         return token_output(sequence, last, "stop" if delta.stopped or held.stopped else reason)
 
     def finish_search(self, sequence: Sequence, search: BeamSearch, reason: FinishReason | None = None) -> TokenOutput:

@@ -154,9 +154,10 @@ class BeamSearch:
         return Hypothesis(beam.output_token_ids, beam.log_probs, beam.score, score, reason)
 
     def _output(self, hypothesis: Hypothesis) -> BeamOutput:
-        text = self._text.fork()
-        deltas = [text.push(token_id) for token_id in hypothesis.token_ids if token_id not in self._end_token_ids]
-        if not deltas or not deltas[-1].stopped:
+        text, (*token_ids, last) = self._text.fork(), hypothesis.token_ids
+        deltas = [text.push(token_id) for token_id in token_ids]
+        deltas.append(text.end(last) if last in self._end_token_ids else text.push(last))
+        if not deltas[-1].stopped:
             deltas.append(text.finish())
         return BeamOutput(
             token_ids=hypothesis.token_ids,

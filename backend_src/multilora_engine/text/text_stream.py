@@ -10,6 +10,7 @@ import msgspec
 
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.text.automaton import ROOT, Automaton
+from multilora_engine.text.spelled_text import SpelledText
 from multilora_engine.text.tokenizer import Tokenizer
 
 
@@ -19,6 +20,9 @@ class TextDelta(msgspec.Struct, frozen=True):
     token_ids: list[int]
     text: str
     stopped: bool = False
+
+
+_NOTHING = TextDelta([], "")
 
 
 class TextStream:
@@ -33,6 +37,9 @@ class TextStream:
     the same token completes wins if it begins earlier. Text up to its start is emitted, and with it all tokens up to
     and including the one that completed it. With `include_stop_str_in_output` text up to its end is emitted, and since
     that holds for every stop, none has text held back.
+
+    A stop word may spell special tokens, which have no text: the words are looked for in the text with all special
+    tokens spelled, too (`SpelledText`). Of such a word the stream has the ordinary text at most.
 
     Over the whole stream the texts add up to `Tokenizer.decode` of all tokens, cut at that stop word.
     Raises InvalidRequest for an empty stop word or stop token sequence.
@@ -53,6 +60,7 @@ class TextStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._words = Automaton(stop_words)
         self._word_state = ROOT
+        self._spelled: SpelledText | None = None
         self._sequences = Automaton(stop_token_sequences)
         self._sequence_state = ROOT
         self._can_stop = bool(stop_words or stop_token_sequences)
@@ -69,6 +77,7 @@ class TextStream:
         fork = copy.copy(self)
         fork._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         fork._utf8.setstate(self._utf8.getstate())
+        fork._spelled = None if self._spelled is None else self._spelled.fork()
         fork._token_starts = self._token_starts.copy()
         fork._held_tokens = self._held_tokens.copy()
         fork._open_tokens = self._open_tokens.copy()
@@ -79,13 +88,26 @@ class TextStream:
         assert not self._is_stopped, "a token after the stop word"
         if not self._can_stop and not self._open_tokens:
             return self._push_alone(token_id)
+        return self._follow(token_id, self._tokenizer.token_bytes(token_id))
+
+    def end(self, token_id: int) -> TextDelta:
+        """Everything still held back, and the token that ends the answer: it has no text, but may complete a stop."""
+        assert not self._is_stopped, "a token after the stop word"
+        delta = self._follow(token_id, b"")
+        rest = _NOTHING if delta.stopped else self.finish()
+        return TextDelta(delta.token_ids + rest.token_ids, delta.text + rest.text, stopped=True)
+
+    def _follow(self, token_id: int, data: bytes) -> TextDelta:
+        """The text that one more token of these bytes decides."""
+        start = self._num_chars
         self._open_tokens.append(token_id)
-        # How many characters of the whole text precede this token.
-        self._token_starts.append(self._num_emitted + len(self._held_text))
+        self._token_starts.append(start)
+        spelled_stop = self._spell(token_id, data)
+        text = self._utf8.decode(data)
         self._sequence_state = self._sequences.step(self._sequence_state, token_id)
         length = self._sequences.longest_word(self._sequence_state)
-        text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
-        return self._add(text, self._stop_of_tokens(length, text) if length else None)
+        sequence_stop = range(self._token_starts[-length], start + len(text)) if length else None
+        return self._add(text, spelled_stop, sequence_stop)
 
     def _push_alone(self, token_id: int) -> TextDelta:
         """`push` where nothing is held back and nothing can stop: the usual case, and it is asked for every token."""
@@ -99,39 +121,54 @@ class TextStream:
     def finish(self) -> TextDelta:
         """Everything still held back, when no token follows; an incomplete character becomes U+FFFD."""
         assert not self._is_stopped, "finish after the stop word"
-        delta = self._add(self._utf8.decode(b"", final=True))
+        spelled_stop = None if self._spelled is None else self._spelled.finish()
+        delta = self._add(self._utf8.decode(b"", final=True), spelled_stop)
         if delta.stopped:
             return delta
-        return TextDelta(delta.token_ids + self._all_tokens(), delta.text + self._emit(len(self._held_text)))
+        return TextDelta(delta.token_ids + self._all_tokens(), delta.text + self._emit(self._num_chars))
 
-    def _add(self, text: str, stop_of_tokens: range | None = None) -> TextDelta:
-        """stop_of_tokens: where in the held text plus `text` the stop token sequence is that was just completed."""
-        stops = [self._stop_in(text), stop_of_tokens]
+    @property
+    def _num_chars(self) -> int:
+        """The characters of the whole text so far."""
+        return self._num_emitted + len(self._held_text)
+
+    def _add(self, text: str, spelled_stop: range | None, sequence_stop: range | None = None) -> TextDelta:
+        """Both stops: where in the whole text the stop is that was just completed, the first one's word being spelled
+        with special tokens.
+        """
+        word_stops = [stop for stop in (self._stop_in(text), spelled_stop) if stop is not None]
         self._held_text += text
-        if found := [stop for stop in stops if stop is not None]:
-            return self._stop(min(found, key=lambda stop: stop.start))
+        stops = [min(word_stops, key=lambda stop: (stop.stop, stop.start))] if word_stops else []
+        if stops := [*stops, sequence_stop] if sequence_stop is not None else stops:
+            return self._stop(min(stops, key=lambda stop: stop.start))
         self._close_tokens()
         text = self._emit(self._num_decided())
         return TextDelta(self._complete_tokens(), text)
 
     def _num_decided(self) -> int:
-        """How many characters of the held text no stop can cut off any more."""
+        """How many characters of the whole text no stop can cut off any more."""
         if self._includes_stop:
-            return len(self._held_text)
-        num_decided = len(self._held_text) - self._words.num_matched(self._word_state)
+            return self._num_chars
+        num_decided = self._num_chars - self._words.num_matched(self._word_state)
         if num_tokens := self._sequences.num_matched(self._sequence_state):
-            num_decided = min(num_decided, self._token_starts[-num_tokens] - self._num_emitted)
+            num_decided = min(num_decided, self._token_starts[-num_tokens])
+        if self._spelled is not None and (start := self._spelled.start_of_match) is not None:
+            num_decided = min(num_decided, start)
         return num_decided
 
-    def _stop_of_tokens(self, num_tokens: int, text: str) -> range:
-        """The place of the last tokens in the held text plus `text`, which is the last one's."""
-        return range(self._token_starts[-num_tokens] - self._num_emitted, len(self._held_text) + len(text))
+    def _spell(self, token_id: int, data: bytes) -> range | None:
+        """The place of the stop word with special tokens that a token completes."""
+        if self._words and token_id in self._tokenizer.special_ids:
+            if self._spelled is None:
+                self._spelled = SpelledText(self._words, self._word_state, self._num_chars, self._utf8.getstate())
+            return self._spelled.push_special(self._tokenizer.token_name(token_id), self._num_chars)
+        return None if self._spelled is None else self._spelled.push(data)
 
     def _stop_in(self, text: str) -> range | None:
-        """The place of the stop word that `text` completes, in the held text plus `text`; None without one."""
+        """The place in the whole text of the stop word that more `text` completes; None without one."""
         if not self._words:
             return None
-        for end, char in enumerate(text, start=len(self._held_text) + 1):
+        for end, char in enumerate(text, start=self._num_chars + 1):
             self._word_state = self._words.step(self._word_state, char)
             if length := self._words.longest_word(self._word_state):
                 return range(end - length, end)
@@ -139,17 +176,23 @@ class TextStream:
 
     def _stop(self, stop: range) -> TextDelta:
         self._is_stopped = True
-        return TextDelta(self._all_tokens(), self._emit(stop.stop if self._includes_stop else stop.start), stopped=True)
+        num_chars = stop.stop if self._includes_stop else stop.start
+        if num_chars > self._num_chars:
+            # A special token cut a character in two.
+            self._held_text += self._utf8.decode(b"", final=True)
+        return TextDelta(self._all_tokens(), self._emit(num_chars), stopped=True)
 
     def _close_tokens(self) -> None:
         """At a character boundary, note after how many characters of the whole text the open tokens are complete."""
         if self._open_tokens and not self._utf8.getstate()[0]:
-            self._held_tokens.append((self._num_emitted + len(self._held_text), self._open_tokens))
+            self._held_tokens.append((self._num_chars, self._open_tokens))
             self._open_tokens = []
 
-    def _emit(self, num_chars: int) -> str:
+    def _emit(self, end: int) -> str:
+        """The held text up to a place in the whole one."""
+        num_chars = max(0, end - self._num_emitted)
         text, self._held_text = self._held_text[:num_chars], self._held_text[num_chars:]
-        self._num_emitted += num_chars
+        self._num_emitted += len(text)
         return text
 
     def _complete_tokens(self) -> list[int]:

@@ -237,6 +237,21 @@ def test_a_stop_word_ends_a_beam_and_is_not_in_its_text(engine: Engine, oracle: 
     assert all(beam.finish_reason == "stop" for beam, text in zip(beams, texts, strict=True) if word in text)
 
 
+@pytest.mark.parametrize(
+    ("word", "sequence"),
+    [("<|im_start|>", (1,)), ("i<|im_start|>", (89, 1)), ("<|im_start|>i", (1, 89))],
+)
+@pytest.mark.parametrize("ends", [{}, {"end_id": -1}])
+def test_a_stop_word_that_spells_special_tokens_ends_beams_as_its_ids_do(
+    engine: Engine, word: str, sequence: tuple[int, ...], ends: dict[str, int]
+) -> None:
+    options: dict[str, Any] = {"embedding_bias": ((1, 8.0), (89, 8.0)), **ends}
+    expected = beams_of(run_all(engine, [search("r", [1, 2, 3], stop_token_sequences=(sequence,), **options)])["r"])
+    beams = beams_of(run_all(engine, [search("r", [1, 2, 3], stop_words=(word,), **options)])["r"])
+    assert beams == expected
+    assert any(beam.token_ids[-len(sequence) :] == [*sequence] for beam in beams)
+
+
 def test_a_search_whose_beams_end_one_after_the_other_gives_what_there_is(engine: Engine) -> None:
     most = tuple((token_id,) for token_id in range(VOCAB_SIZE) if token_id % 50)
     beams = beams_of(run_all(engine, [search("r", [1, 2, 3], beam_width=8, stop_token_sequences=most)])["r"])

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from types import FunctionType, ModuleType
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from support.adapters import wire_adapter
 from support.engines import Answer, assert_idle, run_all
@@ -231,6 +233,42 @@ def test_a_stop_word_cuts_the_text_and_says_stop(engine: Engine) -> None:
     assert stopped.text == free[: free.index(word)]
     assert stopped.final is not None
     assert stopped.final.finish_reason == "stop"
+
+
+@pytest.fixture(scope="module")
+def vocabulary(default_model_dir: Path) -> tokenizers.Tokenizer:
+    """The engine's tokenizer, as its own library has it."""
+    return tokenizers.Tokenizer.from_file(str(default_model_dir / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(
+    ("word", "rest"),
+    [("<|im_start|>", ""), ("<|im_start|>m", "m"), ("el<|im_start|>", "el"), ("<|im_start|>mel<|im_start|>", "mel")],
+)
+@pytest.mark.parametrize("options", [{}, {"min_tokens": 29}, {"include_stop_str_in_output": True}])
+def test_a_stop_word_that_spells_special_tokens_ends_an_answer_at_these_tokens(
+    engine: Engine, vocabulary: tokenizers.Tokenizer, word: str, rest: str, options: dict[str, Any]
+) -> None:
+    """rest: the word without special tokens."""
+    wanted = {"max_tokens": 30, "embedding_bias": ((1, 3.0),), "return_log_probs": True}
+    free = run_all(engine, [request("r", [1, 2, 3], **wanted)])["r"].token_ids
+    num_tokens = next(n for n in range(31) if word in vocabulary.decode(free[:n], skip_special_tokens=False))
+    text = vocabulary.decode(free[:num_tokens])
+    answer = run_all(engine, [request("r", [1, 2, 3], stop_words=("never", word), **wanted, **options)])["r"]
+    assert answer.token_ids == free[:num_tokens]
+    assert answer.text == (text if "include_stop_str_in_output" in options else text.removesuffix(rest))
+    assert len(answer.log_probs) == num_tokens
+    assert answer.final is not None
+    assert (answer.final.finish_reason, answer.final.num_output_tokens) == ("stop", num_tokens)
+
+
+def test_an_end_token_completes_a_stop_word(engine: Engine, vocabulary: tokenizers.Tokenizer) -> None:
+    wanted = {"max_tokens": 30, "embedding_bias": ((1, 3.0),), "end_id": 1}
+    whole = run_all(engine, [request("r", [20, 30, 40], **wanted)])["r"]
+    assert vocabulary.decode(whole.token_ids, skip_special_tokens=False).endswith(",<|im_start|>")
+    for word, cut in {",<|im_start|>": ",", "<|im_start|>": "", "im_start|>": "", "<|im_end|>": ""}.items():
+        answer = run_all(engine, [request("r", [20, 30, 40], stop_words=(word,), **wanted)])["r"]
+        assert (answer.token_ids, answer.text) == (whole.token_ids, whole.text.removesuffix(cut))
 
 
 def test_a_stop_token_sequence_cuts_the_text_and_ends_the_tokens(engine: Engine) -> None:

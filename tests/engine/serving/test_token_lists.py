@@ -75,6 +75,15 @@ def test_bad_words_are_tokenized_as_they_stand_and_added_to_the_list(tokenizer: 
     assert read_bad_sequences(words, 0, tokenizer, INFO.limits) == (*expected, (5, 6))
 
 
+def test_words_that_spell_special_tokens_are_these_tokens(tokenizer: Tokenizer) -> None:
+    start, end = "<|im_start|>", "<|im_end|>"
+    words = inputs(bad_words=[[end, f"{end}{start}", f"a{end}"]])
+    (a,) = tokenizer.encode("a", add_special_tokens=False)
+    assert read_bad_sequences(words, 0, tokenizer, INFO.limits) == ((2,), (2, 1), (a, 2))
+    biased = inputs(embedding_bias_words=[[end, f"a{start}"]], embedding_bias_weights=[[3.0, -1.0]])
+    assert dict(read_bias(biased, 0, INFO, tokenizer)) == {2: 3.0, a: -1.0, 1: -1.0}
+
+
 @pytest.mark.parametrize("words", [["a" * 65], ["é" * 16] * 3])
 def test_words_too_long_together_are_refused(words: list[str]) -> None:
     assert read_words(inputs(bad_words=[["a" * 64]]), "bad_words", 0, INFO.limits) == ["a" * 64]

@@ -20,6 +20,7 @@ class ByteTokens(Tokenizer):
 
     def __init__(self, pieces: list[bytes]) -> None:
         self._bytes = pieces
+        self.special_ids = frozenset()
 
 
 def naive_cut(text: str, stop_words: tuple[str, ...]) -> tuple[str, str] | None:
