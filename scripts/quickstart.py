@@ -30,7 +30,7 @@ from multilora_engine.errors import ConfigError
 from multilora_engine.models.registry import adapter_sites, read_model_config
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 from multilora_engine.tritonserver.addresses import PortTaken, resolve_addresses
-from multilora_engine.tritonserver.checkpoint import resolve_checkpoint
+from multilora_engine.tritonserver.checkpoint import check_stub_opens, resolve_checkpoint
 from multilora_engine.tritonserver.launch import announce, console, errors_as_one_line, wait_ready, watch
 from multilora_kernels.cpu.build import needs_compiler
 from servers.started_server import sigterm_as_ctrl_c
@@ -104,12 +104,22 @@ def main(
 
 def check_machine(is_default_model: bool, free_ports: bool) -> None:
     """Say what would fail later, or be slow, before anything is downloaded. Raises ConfigError."""
+    if is_default_model:
+        check_cache()
     if not free_ports:
         check_ports()
     if is_default_model:
         check_memory(NEEDED_MEMORY_BYTES, "a server of the small model")
     if needs_compiler():
         console.print(NO_COMPILER, soft_wrap=True)
+
+
+def check_cache() -> None:
+    """Raises ConfigError when the server could not open a model in the cache."""
+    try:
+        check_stub_opens(str(cache_directory()))
+    except ConfigError as error:
+        raise ConfigError(f"{error}; here: set MULTILORA_CACHE") from None
 
 
 def check_ports() -> None:

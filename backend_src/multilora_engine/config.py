@@ -11,9 +11,10 @@ impossible value raises `ConfigError` with a message that names a value to write
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -299,9 +300,7 @@ class EngineConfig(BaseModel):
         }
         known = set(parameter_descriptions())
         if unknown := sorted(set(values) - known):
-            raise ConfigError(
-                f"unknown parameter {', '.join(unknown)} in config.pbtxt; known are: {', '.join(sorted(known))}"
-            )
+            raise ConfigError(unknown_parameters(unknown, sorted(known)))
         if "model_path" not in values:
             raise ConfigError("parameter model_path is empty; write the directory of a Hugging Face checkpoint")
         lora_names = set(LoRAConfig.model_fields)
@@ -321,6 +320,13 @@ def parameter_descriptions() -> dict[str, tuple[object, str]]:
         for name, field in fields.items()
         if name != "lora"
     }
+
+
+def unknown_parameters(names: Sequence[str], known: Sequence[str]) -> str:
+    """The message about names that are not among the `known` ones, with the near ones."""
+    near = {name: difflib.get_close_matches(name, known, 3) for name in names}
+    told = [f"{name}, did you mean {' or '.join(found)}?" if found else name for name, found in near.items()]
+    return f"unknown parameter {'; '.join(told)} (docs/configuration.md has a list)"
 
 
 def path_parameters() -> list[str]:

@@ -1,6 +1,6 @@
-"""Python's shared library, which the stubs of Triton's Python backend load.
+"""What the stubs of Triton's Python backend need of this Python: its shared library, and paths that they can open.
 
-Run as a program, with nothing but Python installed, it names a missing library.
+Run as a program, with nothing but Python installed, it names what is missing.
 """
 
 from __future__ import annotations
@@ -30,13 +30,28 @@ def libpython_directory() -> Path | None:
     if find_library(f"python{PYTHON_VERSION}") is None:
         raise ConfigError(
             f"{library} was not found, which the Python backend loads; on Debian and Ubuntu: "
-            f"apt-get install libpython{PYTHON_VERSION}"
+            f"apt-get install libpython{PYTHON_VERSION}, or take a Python that has its own, such as uv's: "
+            f'PYTHON="$(uv python find {PYTHON_VERSION})"'
         )
     return None
 
 
+def check_paths_are_ascii() -> None:
+    """Raises ConfigError where the stubs cannot find this process's packages.
+
+    Their file names are ASCII, whatever the locale says.
+    """
+    for folder in (str(Path(__file__).parent), sys.prefix, sys.base_prefix):
+        if not folder.isascii():
+            raise ConfigError(
+                f"{folder}: Triton's Python backend finds packages only in paths of ASCII characters; clone or install "
+                "into another folder"
+            )
+
+
 if __name__ == "__main__":
     try:
+        check_paths_are_ascii()
         libpython_directory()
     except ConfigError as error:
         sys.exit(str(error))

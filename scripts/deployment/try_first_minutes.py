@@ -95,7 +95,10 @@ SCENES = (
         has_network=True,
     ),
     Scene(
-        "Python", "bare", _BOOTSTRAP, r"needs Python 3\.11 or 3\.12 with venv; on Debian and Ubuntu: apt-get install "
+        "Python",
+        "bare",
+        _BOOTSTRAP,
+        r"needs Python 3\.11 or 3\.12 with venv \(found no .*; install it: apt-get install python3",
     ),
     Scene(
         "Python's shared library",

@@ -44,7 +44,8 @@ def test_values_are_read_in_their_types(checkpoint: str) -> None:
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"max_lora": "3"}, "unknown parameter max_lora in config.pbtxt; known are: .*max_loras"),
+        ({"max_lora": "3"}, r"unknown parameter max_lora, did you mean max_loras or .*\? \(docs"),
+        ({"zzz": "3"}, r"^unknown parameter zzz \(docs/configuration.md"),
         ({"block_size": "x"}, "parameter block_size='x'"),
         ({"max_lora_rank": "257"}, "parameter max_lora_rank='257'.*256"),
         ({"lora_on_conflict": "ignore"}, "lora_on_conflict='ignore'.*'refuse' or 'replace'"),

@@ -29,7 +29,7 @@ def test_a_copy_is_filled_then_changed_in_place_by_one_of_its_files_and_the_sour
 def test_an_unknown_key_leaves_no_copy_behind(tmp_path: Path) -> None:
     refused = run(REPOSITORY / "model_repository", "max_lora:4", "--output", tmp_path / "copy")
     assert (refused.returncode, (tmp_path / "copy").exists()) == (1, False)
-    assert refused.stderr.startswith("error: unknown key max_lora; near ones are: max_loras")
+    assert refused.stderr.startswith("error: unknown parameter max_lora, did you mean max_loras")
 
 
 def test_without_a_place_nothing_is_written() -> None:

@@ -39,6 +39,14 @@ def test_a_missing_compiler_is_a_hint_and_no_failure(
 
 
 @pytest.mark.usefixtures("roomy")
+def test_a_cache_that_the_server_could_not_open_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTILORA_CACHE", "/volumes/jürgen")
+    with pytest.raises(ConfigError, match=r"^/volumes/jürgen: .*ASCII.*: set MULTILORA_CACHE$"):
+        quickstart.check_machine(is_default_model=True, free_ports=True)
+    quickstart.check_machine(is_default_model=False, free_ports=True)
+
+
+@pytest.mark.usefixtures("roomy")
 def test_only_the_default_models_memory_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(quickstart, "check_memory", lambda needed, purpose: asked.append(needed))

@@ -22,11 +22,13 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from multilora_engine.dynamo.updates import EVENTS
+from multilora_engine.tritonserver.probe import is_ready
 from repository import REPOSITORY
 
 _LOOPBACK = "127.0.0.1"
@@ -144,16 +146,12 @@ class DynamoFleet:
         command += _settings({**parameters, "engine": "dynamo://dynamo"})
         process = self._spawn(command, log, {})
 
-        def is_ready() -> bool:
+        def front_is_ready() -> bool:
             if process.poll() is not None:
                 raise FleetFailed(f"the Triton front ended with status {process.returncode}: {tail(log)}")
-            try:
-                with urllib.request.urlopen(f"http://{_LOOPBACK}:{ports[0]}/v2/health/ready", timeout=5) as response:
-                    return bool(response.status == 200)
-            except OSError:
-                return False
+            return is_ready(f"{_LOOPBACK}:{ports[0]}")
 
-        self.wait_until(is_ready)
+        self.wait_until(front_is_ready)
         return f"{_LOOPBACK}:{ports[1]}"
 
     def wait_ready(self, num_workers: int) -> None:
@@ -188,7 +186,7 @@ class DynamoFleet:
         """The names that clients may ask for; none while the front is starting."""
         try:
             listing = call(f"{self.url}/v1/models")
-        except OSError:
+        except (OSError, HTTPException):
             return []
         return [model["id"] for model in listing["data"]]
 
@@ -221,7 +219,7 @@ def is_healthy(system_url: str) -> bool:
     """Whether a worker takes requests."""
     try:
         return bool(call(f"{system_url}/health")["status"] == "ready")
-    except (OSError, ValueError):
+    except (OSError, ValueError, HTTPException):
         return False
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Self
 
@@ -119,7 +120,7 @@ class Prometheus:
     def _holds(self, condition: Callable[[], bool]) -> bool:
         try:
             return condition()
-        except urllib.error.URLError:
+        except (urllib.error.URLError, HTTPException):
             return False  # it has not started
 
     def _get(self, path: str, **parameters: str) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -22,15 +23,33 @@ RELAY_MODULE = "multilora_engine.dynamo.relay_process"
 _MAX_SOCKET_PATH = 107
 """Bytes of `sun_path` in sockaddr_un, less the terminating zero."""
 
+_PLAIN_PATH = re.compile(r"[A-Za-z0-9/._-]+")
+
 
 def socket_path(server_pid: int) -> Path:
     """The engine's socket of the server with this pid, below a directory that only we can enter. Raises ConfigError."""
-    root = Path(tempfile.gettempdir()) / f"multilora-{os.getuid()}"
+    root = temporary_folder() / f"multilora-{os.getuid()}"
     _make_private(root)
     path = root / str(server_pid) / "engine.sock"
     if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
         raise ConfigError(f"{path} is too long for a socket; set TMPDIR to a shorter directory")
     return path
+
+
+def temporary_folder() -> Path:
+    """A folder for temporary files whose path the server's Python backend can pass to a shell. Raises ConfigError.
+
+    The backend starts the process of a model by a shell, without quotes: a space or a sign of the shell in the path of
+    the model or of the backend's own files ends it. So do characters beyond ASCII.
+    """
+    candidates = [Path(tempfile.gettempdir()).absolute(), *map(Path, ("/tmp", "/var/tmp", "/dev/shm"))]
+    for folder in candidates:
+        if _PLAIN_PATH.fullmatch(str(folder)) and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    raise ConfigError(
+        f"{candidates[0]}: Triton's Python backend starts no models from paths with other characters than ASCII "
+        "letters, digits and ._-; set TMPDIR to another folder"
+    )
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from multilora_engine.tritonserver.probe import (
     Busy,
     NotReady,
     ProbeFailed,
+    connect,
     raise_for,
 )
 
@@ -34,7 +35,13 @@ def probe_generation_over_grpc(grpc_url: str, timeout_s: float = PROBE_TIMEOUT_S
 
 
 def is_ready_over_grpc(grpc_url: str) -> bool:
-    """Whether a server listens, and says that its models are loaded."""
+    """Whether a server listens at `host:port`, and says that its models are loaded."""
+    host, _, port = grpc_url.rpartition(":")
+    try:
+        # gRPC would connect to itself, see there.
+        connect((host, int(port)), LIVE_TIMEOUT_S).close()
+    except OSError:
+        return False
     with grpc.insecure_channel(grpc_url) as channel:
         stub = GRPCInferenceServiceStub(channel)
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.util
 import os
 import shutil
@@ -54,6 +56,15 @@ def find_installation(executable: Path | None = None) -> Installation:
     if not os.access(found, os.X_OK):
         raise ConfigError(f"{found} is not an executable file; give --tritonserver the path of one")
     return Installation(found.absolute(), _wheel_python_backend(found.resolve().parents[1]))
+
+
+def has_gpu() -> bool:
+    """Whether CUDA's driver finds a GPU; without torch, which takes seconds to import."""
+    count = ctypes.c_int(0)
+    with contextlib.suppress(OSError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+    return False
 
 
 def check_programs(environment: Mapping[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 
 from multilora_engine.tritonserver.repository import ENGINE_MODEL
 
@@ -20,6 +21,10 @@ _NOISE = (
     "unable to create stream for",
     "CUDA memory pool disabled",
 )
+_WITHOUT_REASON = "failed to load all models"
+"""The server's last word, after errors that say why."""
+_STUB_HAS_DIED = "is not healthy"
+_NUM_LINES_OF_A_MODEL = 3
 _TABLE_STARTS = ("+--", "| ")
 
 
@@ -31,6 +36,7 @@ class ServerLog:
         self._load_failures: dict[str, str] = {}
         self._last_error = ""
         self._last_line = ""
+        self._said: deque[str] = deque(maxlen=_NUM_LINES_OF_A_MODEL)
 
     def feed(self, line: str) -> bool:
         """Take one line; returns whether it is worth showing."""
@@ -43,7 +49,10 @@ class ServerLog:
         elif match := _LOAD_FAILED.match(message):
             self._load_failures[match["model"]] = _PYTHON_TRACE.sub("", match["reason"]).strip()
         elif level in ("E", "F"):
-            self._last_error = message.strip()
+            if not (self._last_error and _WITHOUT_REASON in message):
+                self._last_error = message.strip()
+        elif not level:
+            self._said.append(message.strip())
         return True
 
     @property
@@ -54,8 +63,14 @@ class ServerLog:
         """
         if failures := self._load_failures:
             model = ENGINE_MODEL if ENGINE_MODEL in failures else next(iter(failures))
-            return f"{model}: {failures[model]}"
+            has_died = _STUB_HAS_DIED in failures[model]
+            return f"{model}: {failures[model]}" + (self.last_words if has_died else "")
         return self._last_error or self._last_line or "it wrote no log"
+
+    @property
+    def last_words(self) -> str:
+        """What the processes of models wrote last, for a message about one that died; empty when they wrote nothing."""
+        return f" It wrote: {' / '.join(self._said)}" if self._said else ""
 
 
 def is_noise(line: str, message: str) -> bool:

@@ -35,6 +35,19 @@ def marked_processes(token: str, proc: Path = Path("/proc")) -> Iterator[int]:
                 yield int(name)
 
 
+def dead_children(parent: int, proc: Path = Path("/proc")) -> Iterator[int]:
+    """Every child of a process that has ended, and that the parent has not noticed yet.
+
+    proc: a directory like proc(5), with a directory for each process.
+    """
+    for name in filter(str.isdecimal, os.listdir(proc)):
+        with contextlib.suppress(OSError):
+            # The name, between brackets, may have any characters.
+            state, parent_pid, *_ = (proc / name / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if state == "Z" and int(parent_pid) == parent:
+                yield int(name)
+
+
 def runs_module(pid: int, module: str) -> bool:
     """Whether a process is Python with this module as its program."""
     with contextlib.suppress(OSError):

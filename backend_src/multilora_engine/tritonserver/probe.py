@@ -6,11 +6,13 @@ Over HTTP, which this server has no TLS for, and with nothing that is slow to im
 
 from __future__ import annotations
 
+import contextlib
 import json
-import urllib.error
-import urllib.request
+import socket
+import struct
 from collections.abc import Mapping
-from http.client import HTTPException
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
 from typing import NoReturn
 
 from multilora_engine.client_header import bearer
@@ -52,22 +54,52 @@ def probe_generation(http_url: str, timeout_s: float = PROBE_TIMEOUT_S, api_key:
 
 
 def _ask(http_url: str, model: str, request: Mapping[str, object], timeout_s: float) -> None:
+    path = f"/v2/models/{model}/generate"
     try:
-        _post(f"http://{http_url}/v2/models/{model}/generate", request, timeout_s)
-    except urllib.error.HTTPError as error:
-        raise_for(model, error.read().decode(errors="replace"))
+        _, content = _exchange(http_url, path, timeout_s, json.dumps(request))
     except TimeoutError:
         _check_live(http_url)
         raise Busy(f"{model} did not answer in {timeout_s:g} s") from None
     except (OSError, HTTPException) as error:
         raise NotReady(f"{http_url}: {error}") from None
+    try:
+        answer = json.loads(content)
+    except ValueError:
+        raise ProbeFailed(f"{http_url}{path}: the answer is no JSON; no server of multilora listens there") from None
+    if not isinstance(answer, dict) or "error" in answer:
+        raise_for(model, str(answer["error"] if isinstance(answer, dict) else answer))
 
 
-def _post(url: str, request: Mapping[str, object], timeout_s: float) -> None:
-    with urllib.request.urlopen(url, json.dumps(request).encode(), timeout=timeout_s) as response:
-        answer = json.load(response)
-    if "error" in answer:
-        raise_for(url, answer["error"])
+def is_ready(http_url: str) -> bool:
+    """Whether a server listens at `host:port`, and says that its models are loaded."""
+    try:
+        status, _ = _exchange(http_url, "/v2/health/ready", LIVE_TIMEOUT_S)
+    except (OSError, HTTPException):
+        return False
+    return status == HTTPStatus.OK
+
+
+def _exchange(http_url: str, path: str, timeout_s: float, body: str | None = None) -> tuple[int, bytes]:
+    """Status and body of an answer. Raises OSError or HTTPException."""
+    with contextlib.closing(HTTPConnection(http_url, timeout=timeout_s)) as connection:
+        connection.sock = connect((connection.host, connection.port), timeout_s)
+        connection.request("GET" if body is None else "POST", path, body)
+        response = connection.getresponse()
+        return response.status, response.read()
+
+
+def connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
+    """A TCP connection to a server. Raises OSError; ConnectionRefusedError where nobody listens.
+
+    A connection to a free port of the range from which the system takes the ports of connections can get that very port
+    as its own, and is then a connection to itself. It is reset, so that the port is free for the server at once.
+    """
+    connection = socket.create_connection(address, timeout_s)
+    if connection.getsockname() == connection.getpeername():
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+        raise ConnectionRefusedError(f"nobody listens at {address[0]}:{address[1]}")
+    return connection
 
 
 def raise_for(model: str, message: str) -> NoReturn:
@@ -82,6 +114,6 @@ def raise_for(model: str, message: str) -> NoReturn:
 def _check_live(http_url: str) -> None:
     """Tells a busy server, which answers this at once, from one that hangs. Raises ProbeFailed."""
     try:
-        urllib.request.urlopen(f"http://{http_url}/v2/health/live", timeout=LIVE_TIMEOUT_S).close()
-    except OSError as error:
+        _exchange(http_url, "/v2/health/live", LIVE_TIMEOUT_S)
+    except (OSError, HTTPException) as error:
         raise ProbeFailed(f"the server hangs: {error}") from None

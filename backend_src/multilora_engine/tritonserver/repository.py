@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from google.protobuf import text_format
-from tritonclient.grpc.model_config_pb2 import ModelConfig
+from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 import multilora_engine
-from multilora_engine.config import path_parameters
+from multilora_engine.config import EngineConfig, path_parameters, unknown_parameters
 from multilora_engine.errors import ConfigError
 
 CONFIG_NAME = "config.pbtxt"
@@ -41,9 +42,10 @@ def write_overridden(repository: Path, overrides: Mapping[str, str], target: Pat
     """
     target.mkdir()
     for name in model_names(repository):
-        if name != ENGINE_MODEL:
+        if name != ENGINE_MODEL or not overrides:
             (target / name).symlink_to(repository / name)
-    _write_engine_model(repository / ENGINE_MODEL, overrides, target / ENGINE_MODEL)
+    if overrides:
+        _write_engine_model(repository / ENGINE_MODEL, overrides, target / ENGINE_MODEL)
     return target
 
 
@@ -72,13 +74,47 @@ def _write_engine_model(source: Path, overrides: Mapping[str, str], target: Path
 
 
 def read_config(path: Path) -> ModelConfig:
-    """Raises ConfigError."""
+    """Raises ConfigError, which names the file that a link leads to, and the line of a mistake."""
+    path = path.resolve()
     try:
         return text_format.Parse(path.read_text(), ModelConfig())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is no UTF-8; save the file as UTF-8") from None
     except text_format.ParseError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}, line {error.GetLine()}: {_mistake(str(error))}") from None
+
+
+def check_configs(repository: Path, has_gpu: Callable[[], bool], environ: Mapping[str, str]) -> None:
+    """Raises ConfigError for what the server, or the engine's parameters, would refuse after other models have loaded.
+
+    repository: one that the server will get. has_gpu: whether it sees a GPU; asked if a model needs one. environ: the
+    server's.
+    """
+    configs = {name: read_config(repository / name / CONFIG_NAME) for name in model_names(repository)}
+    for name, config in configs.items():
+        path = (repository / name / CONFIG_NAME).resolve()
+        if any(group.kind == ModelInstanceGroup.KIND_GPU for group in config.instance_group) and not has_gpu():
+            raise ConfigError(f"{path}: KIND_GPU, and there is no GPU; write KIND_AUTO, or KIND_CPU")
+        for step in config.ensemble_scheduling.step:
+            stepped = configs.get(step.model_name)
+            if stepped is not None and stepped.max_batch_size < config.max_batch_size:
+                raise ConfigError(
+                    f"{step.model_name}/{CONFIG_NAME}: max_batch_size is {stepped.max_batch_size}, and "
+                    f"{config.max_batch_size} in {name}/{CONFIG_NAME}, of which the model is a step; write the same "
+                    f"number in all of {', '.join(configs)}"
+                )
+    engine = configs.get(ENGINE_MODEL)
+    if engine is not None and "model_path" in engine.parameters:
+        values = {name: parameter.string_value for name, parameter in engine.parameters.items()}
+        EngineConfig.from_parameters(values, environ)
+
+
+def _mistake(text: str) -> str:
+    """A mistake as protobuf's text format tells it, without its place and the line that it quotes."""
+    text = re.sub(r"^\d+:\d+ : ('.*': )?", "", text, flags=re.DOTALL)
+    return re.sub(r'^Message type "[\w.]*?(\w+)" has no field named "(.*)"\.$', r"\1 has no field \2", text)
 
 
 def write_config(config: ModelConfig, path: Path) -> None:
@@ -89,6 +125,6 @@ def write_config(config: ModelConfig, path: Path) -> None:
 def _override(config: ModelConfig, overrides: Mapping[str, str]) -> None:
     known = sorted(config.parameters)
     if unknown := sorted(set(overrides) - set(known)):
-        raise ConfigError(f"unknown parameter {', '.join(unknown)}; known are: {', '.join(known)}")
+        raise ConfigError(unknown_parameters(unknown, known))
     for name, value in overrides.items():
         config.parameters[name].string_value = value

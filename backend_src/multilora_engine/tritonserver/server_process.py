@@ -11,7 +11,6 @@ import signal
 import subprocess
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,7 +22,8 @@ from typing import IO, Self
 from multilora_engine.client_header import CANARY_KEY_VARIABLE
 from multilora_engine.errors import MultiloraError
 from multilora_engine.process.drain import drain_engine
-from multilora_engine.process.paths import ENGINE_MODULE, RELAY_MODULE, socket_path
+from multilora_engine.process.paths import ENGINE_MODULE, RELAY_MODULE, socket_path, temporary_folder
+from multilora_engine.shared_python import check_paths_are_ascii
 from multilora_engine.tritonserver.addresses import Addresses, resolve_addresses
 from multilora_engine.tritonserver.arguments import server_arguments
 from multilora_engine.tritonserver.checkpoint import check_checkpoint
@@ -32,22 +32,24 @@ from multilora_engine.tritonserver.hardening import hardening_arguments
 from multilora_engine.tritonserver.installation import (
     check_programs,
     find_installation,
+    has_gpu,
     make_backend_directory,
     server_environment,
 )
 from multilora_engine.tritonserver.log import ServerLog
 from multilora_engine.tritonserver.marked_processes import (
     TOKEN_VARIABLE,
+    dead_children,
     kill_marked_processes,
     marked_processes,
     runs_module,
 )
 from multilora_engine.tritonserver.options import ServerOptions
-from multilora_engine.tritonserver.probe import Busy, NotReady, ProbeFailed, probe_generation
-from multilora_engine.tritonserver.repository import find_model_repository, model_names, write_overridden
+from multilora_engine.tritonserver.probe import Busy, NotReady, ProbeFailed, is_ready, probe_generation
+from multilora_engine.tritonserver.repository import check_configs, find_model_repository, model_names, write_overridden
 from multilora_engine.tritonserver.shared_memory import claim_regions, remove_leftovers
 from multilora_engine.tritonserver.tracing import tracing_arguments
-from multilora_engine.tritonserver.upstream_models import UpstreamModels, add_upstream_models
+from multilora_engine.tritonserver.upstream_models import add_upstream_models
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,9 @@ _IDLE_EXIT_S = 10.0
 
 _ENGINE_EXIT_S = 10.0
 """The seconds that an engine whose server was killed has to write adapters to disk that are in memory only."""
+
+_UNNOTICED_DEATH_S = 5.0
+"""tritonserver (24.10) notices in a second that a model's process died, but never when that dies before they met."""
 
 _LAST_STEP_S = 0.5
 """The seconds that the last answers have to pass through further steps of an ensemble: none begins after SIGTERM."""
@@ -91,6 +96,7 @@ class ServerProcess:
         self._canary_key = secrets.token_hex(16)
         self._probe = probe or _default_probe(options, self._canary_key)
         self._resources = ExitStack()
+        self._dead_since: dict[int, float] = {}
 
     def __enter__(self) -> Self:
         self.start()
@@ -138,10 +144,13 @@ class ServerProcess:
         if self.options.model:
             check_checkpoint(self.options.model)
         check_programs(server_environment({}))
+        check_paths_are_ascii()
         check_free_space()
         remove_leftovers()
         with ExitStack() as resources:
-            self._folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="multilora-")))
+            self._folder = Path(
+                resources.enter_context(tempfile.TemporaryDirectory(prefix="multilora-", dir=temporary_folder()))
+            )
             self._regions = resources.enter_context(claim_regions())
             resources.callback(kill_marked_processes, self._regions.token)
             self._repository = self._prepare_repository()
@@ -155,8 +164,8 @@ class ServerProcess:
     def wait_ready(self, on_progress: Callable[[str], None] = logger.debug) -> None:
         """Return when a real inference has succeeded. Raises ServerFailed when the server ends or the time is up."""
         deadline = time.monotonic() + self.options.startup_timeout_s
-        for is_ready in (self._is_listening, self._answers):
-            while not is_ready():
+        for condition in (self._is_listening, self._answers):
+            while not condition():
                 self._wait_for_progress(deadline)
                 on_progress(self.progress)
 
@@ -251,12 +260,12 @@ class ServerProcess:
                 os.close(fd)
 
     def _prepare_repository(self) -> Path:
+        # In the server's own folder, always: nothing is known of the characters in the path of the given one.
         repository = find_model_repository(self.options.model_repository)
-        if not self.options.overrides and self.options.upstream_models is UpstreamModels.NONE:
-            return repository
-        changed = write_overridden(repository, self.options.overrides, self._folder / "model_repository")
-        add_upstream_models(changed, self.options.upstream_models)
-        return changed
+        linked = write_overridden(repository, self.options.overrides, self._folder / "model_repository")
+        add_upstream_models(linked, self.options.upstream_models)
+        check_configs(linked, has_gpu, {**os.environ, **self._model_variable()})
+        return linked
 
     def _resolve_addresses(self) -> Addresses:
         options = self.options
@@ -277,8 +286,7 @@ class ServerProcess:
 
     def _spawn(self, command: list[str]) -> subprocess.Popen[str]:
         variables = {TOKEN_VARIABLE: self._regions.token, CANARY_KEY_VARIABLE: self._canary_key}
-        if self.options.model:
-            variables["MULTILORA_MODEL"] = str(self.options.model.absolute())
+        variables |= self._model_variable()
         return subprocess.Popen(
             command,
             env=server_environment(variables),
@@ -294,6 +302,9 @@ class ServerProcess:
             pass_fds=(self._regions.lock_fd,),
         )
 
+    def _model_variable(self) -> dict[str, str]:
+        return {"MULTILORA_MODEL": str(self.options.model.absolute())} if self.options.model else {}
+
     def _read_log(self, stream: IO[str]) -> None:
         with stream:
             for line in stream:
@@ -306,9 +317,7 @@ class ServerProcess:
             from multilora_engine.tritonserver.grpc_probe import is_ready_over_grpc
 
             return is_ready_over_grpc(self.grpc_url)
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{self.http_url}/v2/health/ready", timeout=5):
-            return True
-        return False
+        return is_ready(self.http_url)
 
     def _answers(self) -> bool:
         with contextlib.suppress(NotReady, Busy):
@@ -319,6 +328,10 @@ class ServerProcess:
     def _wait_for_progress(self, deadline: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             raise self.failure(self.wait(_POLL_S))
+        dead = set(dead_children(self.pid))
+        self._dead_since = {pid: self._dead_since.get(pid, time.monotonic()) for pid in dead}
+        if any(time.monotonic() - since > _UNNOTICED_DEATH_S for since in self._dead_since.values()):
+            raise ServerFailed(f"the process of a model died before its load began.{self.log.last_words}")
         if time.monotonic() > deadline:
             raise ServerFailed(f"not ready after {self.options.startup_timeout_s:g} s: {self.progress}")
 

@@ -7,7 +7,6 @@ stay.
 
 from __future__ import annotations
 
-import difflib
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from multilora_engine.config import parameter_descriptions
+from multilora_engine.config import parameter_descriptions, unknown_parameters
 from multilora_engine.errors import ConfigError
 from multilora_engine.tritonserver.repository import CONFIG_NAME, ENGINE_MODEL, model_names, read_config
 from multilora_engine.tritonserver.upstream_models import UpstreamModels, add_upstream_models
@@ -162,8 +161,7 @@ def known_keys() -> list[str]:
 def _check(key: str, value: str) -> None:
     known = known_keys()
     if key not in known:
-        near = difflib.get_close_matches(key, known)
-        raise ConfigError(f"unknown key {key}" + (f"; near ones are: {', '.join(near)}" if near else ""))
+        raise ConfigError(unknown_parameters([key], known))
     if key in _SETTINGS and not re.fullmatch(_SETTINGS[key].pattern, value):
         raise ConfigError(f"{key}: {value!r} is not {_SETTINGS[key].expected}")
     if re.search(r'["\\\n]', value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -67,6 +68,15 @@ def test_every_canary_is_asked_what_it_is_asked_over_http() -> None:
         probe_generation_over_grpc(url)
         assert is_ready_over_grpc(url)
     assert asked == CANARIES
+
+
+def test_a_connection_to_itself_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        address = bound.getsockname()
+    create = socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", lambda given, timeout: create(given, timeout, address))
+    assert not is_ready_over_grpc("{}:{}".format(*address))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import socketserver
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +13,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from multilora_engine.errors import EngineUnavailable, InternalError, QueueFull
-from multilora_engine.tritonserver.probe import CANARIES, Busy, NotReady, ProbeFailed, probe_generation
+from multilora_engine.tritonserver.probe import (
+    CANARIES,
+    Busy,
+    NotReady,
+    ProbeFailed,
+    connect,
+    is_ready,
+    probe_generation,
+)
 
 Answer = Callable[[str], tuple[int, dict[str, str]] | None]
 
@@ -90,3 +100,89 @@ def test_where_nobody_listens_is_not_ready() -> None:
         pass
     with pytest.raises(NotReady, match="Connection refused"):
         probe_generation(url)
+
+
+@pytest.fixture
+def own_address(monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
+    """A free port that a connection to it gets as its own."""
+    address = ("127.0.0.1", free_port())
+    create = socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", lambda given, timeout: create(given, timeout, address))
+    return address
+
+
+def test_a_connection_to_itself_is_none_and_leaves_the_port_free_at_once(own_address: tuple[str, int]) -> None:
+    with pytest.raises(ConnectionRefusedError, match=f"nobody listens at 127.0.0.1:{own_address[1]}"):
+        connect(own_address, 5)
+    with socket.socket() as server:  # without SO_REUSEADDR, which would take a port that waits for its last packets
+        server.bind(own_address)
+
+
+def test_a_probe_asks_over_connections_that_are_none_to_themselves(own_address: tuple[str, int]) -> None:
+    url = "{}:{}".format(*own_address)
+    assert not is_ready(url)
+    with pytest.raises(NotReady, match="nobody listens"):
+        probe_generation(url)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"hello\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nno", b"GET /v2/health/ready HTTP/1.1\r\n\r\n"],
+)
+def test_what_does_not_speak_http_is_not_ready(answer: bytes) -> None:
+    with bytes_server(answer) as url:
+        with pytest.raises(NotReady):
+            probe_generation(url)
+        if not answer.startswith(b"HTTP"):
+            assert not is_ready(url)
+
+
+def test_a_server_that_is_slow_and_no_server_of_http_hangs() -> None:
+    def answer(path: str) -> tuple[int, dict[str, str]] | None:
+        if "health" in path:
+            raise ConnectionAbortedError  # ends the connection without an answer
+        return None
+
+    with server(answer) as url, pytest.raises(ProbeFailed, match="hangs"):
+        probe_generation(url, timeout_s=0.05)
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_a_server_of_something_else_is_named_as_such(status: int) -> None:
+    page = b"<html>" + b"x" * 10_000
+    head = f"HTTP/1.1 {status} Fine\r\nContent-Length: {len(page)}\r\n\r\n".encode()
+    with bytes_server(head + page) as url, pytest.raises(ProbeFailed, match="no server of multilora listens there"):
+        probe_generation(url)
+
+
+def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with server(always(200, text_output="Hi")) as url:
+        probe_generation(url)
+        assert is_ready(url)
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port: int = bound.getsockname()[1]
+    return port
+
+
+@contextmanager
+def bytes_server(answer: bytes) -> Iterator[str]:
+    """Sends `answer` to whoever connects, whatever is asked, and closes."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(65536)
+            self.request.sendall(answer)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as listening:
+        thread = threading.Thread(target=listening.serve_forever)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{listening.server_address[1]}"
+        finally:
+            listening.shutdown()
+            thread.join()

@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,12 +8,15 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from multilora_engine.config import path_parameters
 from multilora_engine.errors import ConfigError
 from multilora_engine.tritonserver.repository import (
+    check_configs,
     find_model_repository,
     model_names,
     parse_override,
     with_absolute_paths,
     write_overridden,
 )
+
+REPOSITORY = Path(__file__).parents[3]
 
 GENERATION = """
 backend: "python"  # a comment
@@ -44,14 +48,76 @@ def test_an_override_changes_one_parameter_of_a_copy_and_nothing_else(repository
 
 
 def test_an_unknown_parameter_is_refused_with_the_known_ones(repository: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown parameter max_lora; known are: max_loras, model_path"):
+    with pytest.raises(ConfigError, match=r"unknown parameter max_lora, did you mean max_loras\?"):
         write_overridden(repository, {"max_lora": "1"}, tmp_path / "copy")
+    with pytest.raises(ConfigError, match="unknown parameter zzz "):
+        write_overridden(repository, {"zzz": "1"}, tmp_path / "other copy")
 
 
-def test_a_broken_config_is_named_with_its_line(repository: Path, tmp_path: Path) -> None:
-    (repository / "generation" / "config.pbtxt").write_text('backend: "python"\nmax_batch_sise: 64\n')
-    with pytest.raises(ConfigError, match=r"generation/config\.pbtxt: 2:1 .*max_batch_sise"):
-        write_overridden(repository, {}, tmp_path / "copy")
+def check(repository: Path, environ: dict[str, str] | None = None, has_gpu: bool = False) -> None:
+    check_configs(repository, lambda: has_gpu, environ or {})
+
+
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        ('backend: "python"\nmax_batch_sise: 64\n', "line 2: ModelConfig has no field max_batch_sise"),
+        ('\nbackend: "python\nmax_batch_size: 64\n', "line 2: String missing ending quote"),
+        ('input [\n  { name: "a"  dims: [ 1 ]\n', 'line 2: Expected "}"'),
+        ("\n\ninput { data_type: TYPE_STRIN }", "line 3: Enum type .* has no value named TYPE_STRIN"),
+        ('max_batch_size: "8"', "line 1: Couldn't parse integer"),
+        ('name: "a"\nname: "b"', 'line 2: .* should not have multiple "name" fields'),
+        ("parameters { keys: 1 }", "line 1: ParametersEntry has no field keys"),
+    ],
+)
+@pytest.mark.parametrize("model", ["generation", "ensemble"])
+def test_a_mistake_in_any_config_is_told_with_its_file_and_line(
+    repository: Path, tmp_path: Path, model: str, text: str, mistake: str
+) -> None:
+    config = repository / model / "config.pbtxt"
+    config.write_text(text)
+    linked = write_overridden(repository, {}, tmp_path / "copy")
+    with pytest.raises(ConfigError, match=rf"^{config}, {mistake}"):
+        check(linked)
+
+
+def test_a_config_that_is_no_text_is_refused(repository: Path) -> None:
+    (repository / "ensemble" / "config.pbtxt").write_bytes(b'name: "\xff"')
+    with pytest.raises(ConfigError, match=r"ensemble/config\.pbtxt: byte 7 is no UTF-8"):
+        check(repository)
+
+
+def test_our_own_repository_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    check(REPOSITORY / "model_repository", {"MULTILORA_MODEL": str(tmp_path)})
+
+
+@pytest.mark.parametrize("size", [0, 8])
+@pytest.mark.parametrize("model", ["generation", "preprocessing", "generation_unary"])
+def test_a_batch_size_that_ensembles_do_not_have_is_refused(tmp_path: Path, model: str, size: int) -> None:
+    repository = shutil.copytree(REPOSITORY / "model_repository", tmp_path / "repository")
+    config = repository / model / "config.pbtxt"
+    text = config.read_text()
+    assert "max_batch_size: 64" in text
+    config.write_text(text.replace("max_batch_size: 64", f"max_batch_size: {size}"))
+    with pytest.raises(ConfigError, match=rf"^{model}/config\.pbtxt: max_batch_size is {size}, and 64 in ensemble"):
+        check(repository)
+
+
+def test_a_gpu_that_is_not_there_is_refused(repository: Path) -> None:
+    config = repository / "generation" / "config.pbtxt"
+    config.write_text('backend: "python"\ninstance_group [ { kind: KIND_GPU } ]')
+    check(repository, has_gpu=True)
+    with pytest.raises(ConfigError, match=rf"^{config}: KIND_GPU, and there is no GPU; write KIND_AUTO"):
+        check(repository)
+
+
+def test_values_of_parameters_are_checked_before_a_server_starts(repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    environ = {"MULTILORA_MODEL": str(tmp_path)}
+    check(write_overridden(repository, {"max_loras": "7"}, tmp_path / "good"), environ)
+    with pytest.raises(ConfigError, match=r"^parameter max_loras='many': write a whole number"):
+        check(write_overridden(repository, {"max_loras": "many"}, tmp_path / "bad"), environ)
 
 
 @pytest.mark.parametrize(("text", "pair"), [("a=1", ("a", "1")), ("a=", ("a", "")), ("a=b=c", ("a", "b=c"))])

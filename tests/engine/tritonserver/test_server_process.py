@@ -2,7 +2,9 @@
 
 import os
 import signal
+import tempfile
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,8 @@ import pytest
 from tritonclient.http import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
 
-from multilora_engine.tritonserver import ServerFailed, ServerOptions, ServerProcess
+from multilora_engine.tritonserver import ServerFailed, ServerOptions, ServerProcess, server_process
+from multilora_engine.tritonserver.installation import find_installation
 from multilora_engine.tritonserver.shared_memory import SHARED_MEMORY
 
 
@@ -95,3 +98,39 @@ def test_what_outlives_a_killed_server_is_removed(echo_repository: Path) -> None
         assert str(server.failure(server.wait())).startswith("tritonserver was ended by signal 9 (Killed), after: ")
         assert processes_of(server.token) == []
         assert shared_memory_of(server.token) == []
+
+
+@pytest.mark.parametrize("name", ["re po", "Модели", "a$(false)&b;'c"])
+def test_any_path_of_repository_and_temporary_files_serves(
+    echo_repository: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    repository = echo_repository.rename(echo_repository.with_name(name))
+    temporary = repository.with_name(f"{name} tmp")
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with server_of(repository) as server:
+        server.wait_ready()
+        assert echo(server.http_url) == b"hello"
+
+
+@pytest.mark.parametrize("code", ["os._exit(3)", "os.abort()", "import ctypes; ctypes.string_at(0)"])
+def test_a_model_whose_process_dies_in_its_load_is_told_with_its_last_words(echo_repository: Path, code: str) -> None:
+    model = echo_repository / "echo" / "1" / "model.py"
+    model.write_text(f"import os, sys\nprint('no room', file=sys.stderr, flush=True)\n{code}\n")
+    with server_of(echo_repository) as server, pytest.raises(ServerFailed, match=r"echo: Stub .* not healthy.*no room"):
+        server.wait_ready()
+
+
+def test_a_process_that_dies_before_the_server_meets_it_ends_the_start(
+    echo_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = tmp_path / "triton_python_backend_stub"
+    stub.write_text("#!/bin/sh\necho 'libpython9.so: cannot open shared object file' >&2\nexit 127\n")
+    stub.chmod(0o755)
+    found = find_installation()
+    changed = replace(found, python_backend=(*found.python_backend[:-1], stub))
+    monkeypatch.setattr(server_process, "find_installation", lambda _: changed)
+    with server_of(echo_repository) as server:
+        with pytest.raises(ServerFailed, match=r"died before its load began\. It wrote: libpython9"):
+            server.wait_ready()
+        server.kill()

@@ -108,8 +108,8 @@ def test_decoupled_mode_makes_the_models_of_upstreams_names_and_makes_them_again
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("max_que_size:1", "unknown key max_que_size; near ones are: max_queue_size"),
-        ("zzz:1", "unknown key zzz$"),
+        ("max_que_size:1", "unknown parameter max_que_size, did you mean max_queue_size"),
+        ("zzz:1", "unknown parameter zzz "),
         ("max_loras", "'max_loras' is no key:value"),
         (":1", "':1' is no key:value"),
         ("triton_max_batch_size:0", "triton_max_batch_size: '0' is not a number >= 1"),
