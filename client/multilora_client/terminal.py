@@ -64,8 +64,11 @@ def _remedy(error: Exception) -> str:
 
 
 def print_table(table: Table) -> None:
-    """Print a table, on a terminal in its width; into a file or a pipe nothing is cut off."""
-    Console(width=None if sys.stdout.isatty() else _UNCUT_WIDTH).print(table)
+    """Print a table. Nothing in it is cut: one that is too wide for the terminal has no frame, and its lines wrap."""
+    width = Console(width=_UNCUT_WIDTH).measure(table).maximum
+    if sys.stdout.isatty() and width > Console().width:
+        table.box = None
+    Console(width=_UNCUT_WIDTH).print(table, soft_wrap=True)
 
 
 def progress_bars() -> Progress:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
+import sys
+import termios
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -63,6 +68,20 @@ def test_list_is_a_table_of_the_adapters(fake_triton: Any) -> None:
     row = cells(run(fake_triton, "list"), 1)
     assert row[:10] == ["7", "pirate [v2]", "abababababab", "READY_FOR_USE", "DEVICE", "2.5", "4,8", "LoRA", "1", "yes"]
     assert row[-1] == "3"
+
+
+def test_a_terminal_that_is_too_narrow_cuts_nothing(fake_triton: Any) -> None:
+    name = "a-name-of-a-customer/" + "long" * 20
+    fake_triton.report = {"adapters": [PIRATE | {"name": name, "lora_task_id": 2**63 - 1}]}
+    reader, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    command = [Path(sys.executable).with_name("multilora"), "adapters", "list", "--url", fake_triton.url]
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    subprocess.run(command, stdout=terminal, env=environment, check=True, timeout=60)
+    shown = os.read(reader, 1 << 16).decode()
+    assert name in shown
+    assert str(2**63 - 1) in shown
+    assert "…" not in shown
 
 
 def test_dora_is_named_where_it_is_known(fake_triton: Any) -> None:

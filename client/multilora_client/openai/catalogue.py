@@ -13,6 +13,7 @@ from multilora_client.convert import load_adapter
 from multilora_client.errors import InvalidRequest
 from multilora_client.keys import Caller, KeyRing, bearer_key
 from multilora_client.openai.errors import Failure
+from multilora_wire.adapter_names import is_plain_name
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Model:
 @dataclass(frozen=True)
 class Catalogue:
     """The base model's name, and the adapters by theirs. A name that is in neither is refused, never the base model.
+
+    Without adapters and keys the server decides: a name is an adapter that it has or finds in its sources.
 
     keys: without them everybody may use everything.
     is_forwarding: whether the server has the same keys. Then each caller's key goes with its requests, and a name that
@@ -49,6 +52,11 @@ class Catalogue:
     @property
     def names(self) -> list[str]:
         return [self.base, *self.adapters, *self._loaded]
+
+    @property
+    def is_the_servers(self) -> bool:
+        """Whether every adapter of the server is a model."""
+        return not self.adapters and self.keys is None
 
     def access(self, authorization: str | None) -> Access:
         """The models that the sender of this Authorization header may use. Raises Failure (401) for an unknown key."""
@@ -105,9 +113,14 @@ class Access:
         """The model of this name. Raises Failure (404, 403), regardless of adapters beyond the catalogue."""
         if not self._may_use(name):
             raise Failure(403, f"this API key may not use model {name!r}", "model_not_allowed", "model")
-        if self.key and name not in self.catalogue.names:
+        if self.sees_the_server and name not in self.catalogue.names and is_plain_name(name):
             return Model(name, lora_name=name)
         return self.catalogue.model(name)
+
+    @property
+    def sees_the_server(self) -> bool:
+        """Whether adapters of the server are models by their names, as far as the server lets the caller use them."""
+        return bool(self.key) or self.catalogue.is_the_servers
 
     def check_operator(self) -> None:
         """Raises Failure (403) for a caller who does not run the server, and so may not see to its adapters."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-from multilora_client.errors import MultiloraClientError, RateExceeded
+from multilora_client.errors import AdapterNotFound, MultiloraClientError, RateExceeded
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's; HTTP itself has none
 _STATUS_OF_CODE: Mapping[str, int] = {
@@ -51,6 +51,8 @@ def failure_of(error: MultiloraClientError) -> Failure:
         return Failure(400, _context_length_message(*lengths.groups()), _CONTEXT_LENGTH)
     if _TOO_MANY_BYTES.search(message):
         return Failure(400, message, _CONTEXT_LENGTH)
+    if isinstance(error, AdapterNotFound):
+        return Failure(404, message, "model_not_found", "model")
     headers = {"Retry-After": str(math.ceil(error.retry_after_s))} if isinstance(error, RateExceeded) else None
     return Failure(_STATUS_OF_CODE.get(error.code, 500), message, error.code.lower(), headers=headers)
 

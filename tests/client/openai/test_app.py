@@ -182,6 +182,23 @@ def test_an_unknown_model_is_never_the_base_model(
     assert server.requests == []
 
 
+@both
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_named_adapters_and_keys_a_name_is_an_adapter_of_the_server(
+    server: Any, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    app = make_app(Catalogue("base", {}), lambda: AsyncClient(transport=AsyncMockTransport(server)), FrontSettings())
+    with TestClient(app) as front:
+        assert front.post(path, json=body | {"model": "acme/pirate", "stream": stream}).status_code == 200
+        assert server.value("lora_name") == "acme/pirate"
+        for model in ("", "a b", "../x"):
+            answer = front.post(path, json=body | {"model": model, "stream": stream})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+        server.error = parse_error("[NOT_FOUND] LoRA adapter 'nobody' not found in cache. Please send LoRA weights")
+        answer = front.post(path, json=body | {"model": "nobody", "stream": stream})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
 def test_the_models_are_listed_and_found(front: TestClient) -> None:
     listing = front.get("/v1/models").json()
 

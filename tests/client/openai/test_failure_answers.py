@@ -26,7 +26,7 @@ def application(error: Exception) -> FastAPI:
     ("error", "status", "code"),
     [
         (Failure(418, "no coffee", "teapot"), 418, "teapot"),
-        (AdapterNotFound("LoRA task 8 not found in cache"), 404, "not_found"),
+        (AdapterNotFound("LoRA task 8 not found in cache"), 404, "model_not_found"),
         (HTTPException(409, "twice"), 409, "invalid_request"),
         (RecursionError("secret"), 400, "invalid_value"),
         (ZeroDivisionError("secret"), 500, "internal"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from multilora_client.errors import MultiloraClientError
+from multilora_client.errors import MultiloraClientError, Unavailable
 from multilora_client.openai.catalogue import Access
 from multilora_client.openai.errors import Failure
 from multilora_client.openai.front import Caller, OpenaiFront, TheFront
@@ -47,10 +47,16 @@ def _card(name: str, front: OpenaiFront, max_model_len: int | None) -> dict[str,
 
 
 async def _names_at_server(front: OpenaiFront, caller: Access) -> list[str]:
-    """The names of the server's adapters for the caller's key, where the key is the server's, too."""
-    if not caller.key:
+    """The names of the server's adapters, where they are models for the caller."""
+    if not caller.sees_the_server:
         return []
-    return [adapter.name for adapter in await front.client_of(caller).list_adapters() if adapter.name]
+    try:
+        adapters = await front.client_of(caller).list_adapters()
+    except Unavailable:
+        if caller.key:
+            raise
+        return []  # the list tells whether the front answers, too
+    return [adapter.name for adapter in adapters if adapter.name]
 
 
 async def _max_model_len(front: OpenaiFront, caller: Access) -> int | None:
