@@ -44,6 +44,7 @@ these errors and cannot be imported here.
 from __future__ import annotations
 
 from multilora_engine.log_lines import one_line
+from multilora_wire.messages import shortened
 
 MAX_REQUEST_ID_CHARS = 128
 """The longest id that a client may give its request. Logs, errors and stops name the request by it."""
@@ -58,9 +59,15 @@ class ConfigError(MultiloraError):
 
 
 class RequestError(MultiloraError):
-    """Base of a request's errors. `code` is the name of the Triton status it becomes, where Triton has it."""
+    """Base of a request's errors. `code` is the name of the Triton status it becomes, where Triton has it.
+
+    However long the input that a message quotes, the message is some lines long.
+    """
 
     code: str
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message))
 
     def wire_message(self, request_id: str) -> str:
         """The text a client sees: code, message, request id."""

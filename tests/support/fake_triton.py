@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, ClassVar
@@ -14,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.dlpack import to_dlpack
 
+from multilora_engine.serving.immediate_model import ImmediateModel
+from multilora_engine.serving.ordered_jobs import OrderedJobs
 from support.fronts import TIMEOUT_S
 
 LOG_PROB_NAMES = ("cum_log_probs", "output_log_probs")
@@ -164,6 +167,24 @@ class FakeRequest:
 
     def get_response_sender(self) -> FakeSender:
         return self.sender
+
+
+class AtOnce:
+    """A client of the engine whose tasks run at once."""
+
+    def call_soon(self, task: Callable[[], None]) -> None:
+        task()
+
+
+def answer_of(model: ImmediateModel, link: Any, request: FakeRequest) -> FakeResponse:
+    """The one response of a model that was not started. link: an engine's link, without a client."""
+    link.client = AtOnce()
+    jobs = OrderedJobs(1, "test")
+    vars(model).update(_link=link, _jobs=jobs)
+    model.execute([request])
+    jobs.close()
+    (response,) = request.sender.wait()
+    return response
 
 
 class FakeMetricFamily:

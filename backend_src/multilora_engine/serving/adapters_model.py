@@ -30,6 +30,9 @@ from multilora_engine.serving.replies import Responder, TextReply
 from multilora_engine.serving.senders import Rights
 from multilora_engine.serving.triton_api import TritonRequest, prepare_stub
 
+_MAX_OPERATION_BYTES = 1 << 20
+"""Longer than any: a switch of a thousand weights by names of 256 characters."""
+
 
 class AdaptersFront(Front):
     """The operator's door to the engine."""
@@ -39,6 +42,8 @@ class AdaptersFront(Front):
         text = InputTensors(request).text("request", row=0)
         if text is None:
             raise InvalidRequest("the tensor request is missing; it holds an operation in JSON")
+        if (num_bytes := len(text.encode())) > _MAX_OPERATION_BYTES:
+            raise InvalidRequest(f"the operation has {num_bytes} bytes, at most {_MAX_OPERATION_BYTES} are accepted")
         operation = grant_operation(parse_operation(text), rights)
         self._link.client.operate(TextReply(responder, "response"), new_id(), operation, rights.scope, rights.sender)
 

@@ -11,7 +11,8 @@ import msgspec
 
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest, TooManyLogits
-from multilora_engine.lora.names import TaskId
+from multilora_engine.free_memory import give_back_free_memory
+from multilora_engine.lora.names import TaskId, scoped_task_id
 from multilora_engine.process.claims import Claims
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.serving.call_limits import check_call, logits_bytes
@@ -20,20 +21,23 @@ from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.front import Front, new_id
 from multilora_engine.serving.in_flight import InFlight
 from multilora_engine.serving.inputs import InputTensors
-from multilora_engine.serving.ordered_jobs import OrderedJobs
+from multilora_engine.serving.ordered_jobs import LONG_JOB_THREADS, LONG_REQUEST_BYTES, OrderedJobs
 from multilora_engine.serving.outputs import ReplyRow
 from multilora_engine.serving.prompt_answer import PromptTokens
 from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
 from multilora_engine.serving.request_parser import is_stop, read_call
 from multilora_engine.serving.senders import Rights
-from multilora_engine.serving.sent_adapter import has_weights, weights_bytes
+from multilora_engine.serving.sent_adapter import has_weights, read_task_id, weights_bytes
 from multilora_engine.serving.triton_api import TritonRequest, parameters_of, trace_id_of
 from multilora_engine.serving.unsupported import refuse_lost_inputs
 from multilora_engine.serving.uploads import Uploads
 from multilora_engine.text.tokenizer import Tokenizer
 
-_PACKING_THREADS = 2
-"""Packing and hashing 1 GiB takes seconds: other requests must not wait for it, nor all other uploads."""
+_MANY_BYTES = 1 << 20
+"""What the tokenizer used for more bytes than that, some hundred times as many, malloc would keep."""
+
+_Submission = tuple[Collection[Hashable], Callable[[], None], bool]
+"""A request that was read: the keys of its order, what hands it to the engine, and whether that is long."""
 
 
 class GenerationFront(Front):
@@ -55,7 +59,7 @@ class GenerationFront(Front):
         self._uploads = Uploads()
         self._logits = InFlight()
         self._renamed = renamed
-        self._jobs = OrderedJobs(_PACKING_THREADS, "adapter-packing")
+        self._jobs = OrderedJobs(LONG_JOB_THREADS, "long-requests")
 
     def close(self) -> None:
         """Wait until every request that was accepted has gone to the engine."""
@@ -76,19 +80,36 @@ class GenerationFront(Front):
                 # Before they are packed, which takes the time and the memory that the limit is there for.
                 end_upload = self._uploads.begin(rights.sender, weights_bytes(inputs, info), info)
                 claims.until_taken.callback(end_upload)
-            call = read_call(inputs, info, tokenizer)
-            if isinstance(call, UploadCall):
-                self._upload(call, rights, responder, claims)
+            read = partial(self._read, request, inputs, rights, responder, info, tokenizer, claims)
+            if inputs.num_bytes <= LONG_REQUEST_BYTES:
+                self._submit_in_turn(*read(), rights, responder)
             else:
-                self._generate(call, rights, request, responder, info, tokenizer, claims)
+                keys = _order_keys(rights, responder, *_named_task_ids(inputs, rights))
+                submit = partial(_read_and_submit, read, claims, gives_back=inputs.num_bytes > _MANY_BYTES)
+                self._submit_in_turn(keys, submit, True, rights, responder)
+
+    def _read(
+        self,
+        request: TritonRequest,
+        inputs: InputTensors,
+        rights: Rights,
+        responder: Responder,
+        info: EngineInfo,
+        tokenizer: Tokenizer,
+        claims: Claims,
+    ) -> _Submission:
+        call = read_call(inputs, info, tokenizer)
+        if isinstance(call, UploadCall):
+            return self._upload(call, rights, responder, claims)
+        return self._generate(call, rights, request, responder, info, tokenizer, claims)
 
     def _stop(self, responder: Responder, rights: Rights) -> None:
         if not responder.request_id:
             raise InvalidRequest("stop needs the request id of the request that shall end")
         stop = partial(self._link.client.stop, EmptyReply(responder), new_id(), responder.request_id, rights.sender)
-        self._submit_in_turn(_order_keys(rights, responder), stop, responder)
+        self._submit_in_turn(_order_keys(rights, responder), stop, False, rights, responder)
 
-    def _upload(self, call: UploadCall, rights: Rights, responder: Responder, claims: Claims) -> None:
+    def _upload(self, call: UploadCall, rights: Rights, responder: Responder, claims: Claims) -> _Submission:
         request_id, sent = new_id(), call.adapter
         task_id = rights.uploaded_task_id(sent.lora_task_id, call.lora_name)
         reply = OneReply(responder, {request_id: Transcript(ReplyRow(lora_task_id=sent.lora_task_id))})
@@ -98,7 +119,7 @@ class GenerationFront(Front):
                 client, name = self._link.client, call.lora_name
                 client.put_adapter(reply, request_id, task_id, sent.pack(), name, claims, rights.sender)
 
-        self._submit_in_turn(_order_keys(rights, responder, task_id), submit, responder, is_long=True)
+        return _order_keys(rights, responder, task_id), submit, True
 
     def _generate(
         self,
@@ -109,7 +130,7 @@ class GenerationFront(Front):
         info: EngineInfo,
         tokenizer: Tokenizer,
         claims: Claims,
-    ) -> None:
+    ) -> _Submission:
         if call.is_streaming and not self._can_stream:
             raise InvalidRequest("this model sends one response; for streaming call the model generation")
         check_call(call, info, self._can_stream)
@@ -126,14 +147,18 @@ class GenerationFront(Front):
                 adapter = None if sent is None or sent_id is None else (sent_id, sent.pack())
                 self._link.client.generate(reply, requests, responder.request_id, adapter, trace_id, claims)
 
-        keys = _order_keys(rights, responder, sent_id, *task_ids)
-        self._submit_in_turn(keys, submit, responder, is_long=sent is not None)
+        return _order_keys(rights, responder, sent_id, *task_ids), submit, sent is not None
 
     def _submit_in_turn(
-        self, keys: Collection[Hashable], submit: Callable[[], None], responder: Responder, is_long: bool = False
+        self,
+        keys: Collection[Hashable],
+        submit: Callable[[], None],
+        is_long: bool,
+        rights: Rights,
+        responder: Responder,
     ) -> None:
-        """Have `submit` done behind the earlier ones with its `keys`, on another thread if it packs an adapter."""
-        self._jobs.submit(keys, partial(self._try, responder, submit), is_long)
+        """Have `submit` done behind the earlier ones with its `keys`, on another thread if it is long."""
+        self._jobs.submit(keys, partial(self._try, responder, submit), is_long, rights.sender.name)
 
     def _claim_logits(self, call: GenerateCall, info: EngineInfo, claims: Claims) -> None:
         """Raises TooManyLogits."""
@@ -156,6 +181,14 @@ class GenerationFront(Front):
         if self._can_stream and len(transcripts) > 1:
             return EachReply(responder, transcripts, call.pad_id)
         return OneReply(responder, transcripts, call.pad_id, call.num_sequences)
+
+
+def _read_and_submit(read: Callable[[], _Submission], claims: Claims, gives_back: bool) -> None:
+    with claims.closed_on_error():
+        _, submit, _ = read()
+    submit()
+    if gives_back:
+        give_back_free_memory()
 
 
 def _expand(
@@ -221,6 +254,17 @@ def _transcripts(
         request_id: Transcript(row, list(call.prompts[row.batch_index]), texts[row.batch_index], num_beams=num_beams)
         for request_id, row in rows.items()
     }
+
+
+def _named_task_ids(inputs: InputTensors, rights: Rights) -> set[TaskId | None]:
+    """The adapters that a request names, which has not been read yet. Raises InvalidRequest, PermissionDenied."""
+    named = inputs.present("lora_task_id", "lora_name")
+    task_ids: set[TaskId | None] = set()
+    for row in range(inputs.num_rows(named[0]) if named else 0):
+        if (task_id := read_task_id(inputs, row)) is not None:
+            tenant = rights.adapter_tenant(task_id, inputs.text("lora_name", row) or "")
+            task_ids.add(scoped_task_id(tenant, task_id))
+    return task_ids
 
 
 def _order_keys(rights: Rights, responder: Responder, *task_ids: TaskId | None) -> set[Hashable]:

@@ -32,6 +32,10 @@ ENSEMBLE_NAMES: Mapping[str, str] = MappingProxyType(
 """Inputs of `generation` that TensorRT-LLM's ensemble has under other names."""
 
 
+_MAX_VALUES = 1 << 20
+"""The most values of a row that become Python's numbers: longer than any prompt, larger than any vocabulary."""
+
+
 class InputTensors:
     """Raises InvalidRequest, naming the tensor, for a wrong shape or text that is not UTF-8.
 
@@ -48,6 +52,11 @@ class InputTensors:
     def present(self, *names: str) -> list[str]:
         """The tensors in `names` that the request has."""
         return [name for name in names if name in self]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all tensors but weights, which nobody reads as values."""
+        return sum(_num_bytes(self.array(name)) for name in self._tensors if not name.startswith("lora_weights"))
 
     def num_rows(self, name: str) -> int:
         """The batch size, by a tensor that is present."""
@@ -76,6 +85,8 @@ class InputTensors:
         values = self.array(name)
         if values.ndim != 2 or row >= values.shape[0]:
             raise InvalidRequest(f"{name} has shape {list(values.shape)}, expected a list a row: [batch, n]")
+        if values.shape[1] > _MAX_VALUES:
+            raise InvalidRequest(f"{name} has {values.shape[1]} values a row, at most {_MAX_VALUES} are accepted")
         row_values: list[Any] = values[row].tolist()
         return row_values
 
@@ -107,6 +118,10 @@ class InputTensors:
                 f"Invalid shape for {name} tensor: {list(tensor.shape)}. Expected batch dimension to be 1: [1, rows, n]"
             )
         return tensor[0]
+
+
+def _num_bytes(values: NDArray[Any]) -> int:
+    return sum(map(len, values.flat)) if values.dtype == np.object_ else values.nbytes
 
 
 def _decode(name: str, value: bytes) -> str:

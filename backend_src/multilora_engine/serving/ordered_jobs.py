@@ -10,23 +10,32 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Condition
 
+LONG_JOB_THREADS = 2
+"""Packing and hashing 1 GiB takes seconds, and so does tokenizing 4 MB: other requests must not wait for it."""
+
+LONG_REQUEST_BYTES = 1 << 14
+"""Requests with more bytes than that, weights aside, are read on a thread beside the door's: some 15 ms of work."""
+
+
 _NICENESS = 10
 """The niceness of the threads: where they and the engine's steps want the same core, the steps go first."""
 
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """num_behind: the number of its keys for which an earlier job has not ended."""
+    """owner: whose turn it takes. num_behind: the number of its keys for which an earlier job has not ended."""
 
     keys: Collection[Hashable]
     work: Callable[[], None]
+    owner: str
     num_behind: int = 0
 
 
 class OrderedJobs:
     """Runs the jobs that one thread submits. A job begins when all earlier jobs that share a key with it have ended.
 
-    A short job that has to wait for no other runs at once, on the thread that submits it. Jobs must not raise.
+    A short job that has to wait for no other runs at once, on the thread that submits it. Of the jobs that could begin,
+    owners take turns, so that nobody waits for all jobs of another. Jobs must not raise.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -34,34 +43,49 @@ class OrderedJobs:
         self._changed = Condition()
         self._queues: defaultdict[Hashable, deque[_Job]] = defaultdict(deque)
         """The jobs of each key that have not ended, in order."""
+        self._num_left = 0
+        self._ready: dict[str, deque[_Job]] = {}
+        """The jobs of each owner that wait for a thread only; the owner whose turn it is comes first."""
 
-    def submit(self, keys: Collection[Hashable], work: Callable[[], None], is_long: bool) -> None:
+    def submit(self, keys: Collection[Hashable], work: Callable[[], None], is_long: bool, owner: str = "") -> None:
         """Have `work` done when its turn has come. keys: no key twice."""
         with self._changed:
             waits = is_long or any(key in self._queues for key in keys)
             if waits:
-                self._enqueue(_Job(keys, work))
+                self._enqueue(_Job(keys, work, owner))
         if not waits:
             work()
 
     def close(self) -> None:
         """Wait until all jobs have ended, and end the threads."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._queues)
+            self._changed.wait_for(lambda: not self._queues and not self._num_left)
         self._threads.shutdown()
 
     def _enqueue(self, job: _Job) -> None:
         for key in job.keys:
             job.num_behind += key in self._queues
             self._queues[key].append(job)
+        self._num_left += 1
         if not job.num_behind:
-            self._threads.submit(self._run, job)
+            self._begin(job)
 
-    def _run(self, job: _Job) -> None:
+    def _begin(self, job: _Job) -> None:
+        self._ready.setdefault(job.owner, deque()).append(job)
+        self._threads.submit(self._run_next)
+
+    def _run_next(self) -> None:
+        with self._changed:
+            owner = next(iter(self._ready))
+            jobs = self._ready.pop(owner)
+            job = jobs.popleft()
+            if jobs:
+                self._ready[owner] = jobs  # behind the others
         job.work()
         with self._changed:
             for key in job.keys:
                 self._end(job, key)
+            self._num_left -= 1
             self._changed.notify_all()
 
     def _end(self, job: _Job, key: Hashable) -> None:
@@ -74,7 +98,7 @@ class OrderedJobs:
             return
         queue[0].num_behind -= 1
         if not queue[0].num_behind:
-            self._threads.submit(self._run, queue[0])
+            self._begin(queue[0])
 
 
 def _step_back() -> None:

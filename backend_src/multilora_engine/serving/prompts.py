@@ -15,7 +15,7 @@ from multilora_engine.text.tokenizer import Tokenizer
 
 def encode_text(text: str, tokenizer: Tokenizer, info: EngineInfo, add_special_tokens: bool) -> list[int]:
     """Token ids of a text. Raises InvalidRequest when there are none, or the text is too long."""
-    _check_length("text_input", text, info)
+    check_prompt_bytes("text_input", len(text.encode()), info)
     token_ids = tokenizer.encode(text, add_special_tokens)
     if not token_ids:
         raise InvalidRequest("empty prompt: the text has no tokens")
@@ -43,7 +43,7 @@ def encode_messages(text: str, tokenizer: Tokenizer, info: EngineInfo) -> list[i
         `chat_template_kwargs`, `add_generation_prompt` and `continue_final_message`.
     Raises InvalidRequest for anything else, for texts that are too long, and for chats that the template refuses.
     """
-    _check_length("messages", text, info)
+    check_prompt_bytes("messages", len(text.encode()), info)
     try:
         chat = msgspec.json.decode(text, type=list[dict[str, Any]] | _Chat)
     except msgspec.MsgspecError as error:
@@ -51,10 +51,16 @@ def encode_messages(text: str, tokenizer: Tokenizer, info: EngineInfo) -> list[i
             "messages must be a JSON list of objects with role and content, "
             f"or an object of such messages, tools and how the template is filled in: {error}"
         ) from None
+    except RecursionError:
+        raise InvalidRequest("messages are JSON that is nested too deep") from None
     if not isinstance(chat, _Chat):
         chat = _Chat(chat)
     options, keeps_special = _template_options(chat), info.special_tokens_in_messages
-    return tokenizer.apply_chat_template(chat.messages, chat.tools, options, keeps_special)
+    most = info.limits.max_prompt_bytes
+    try:
+        return tokenizer.apply_chat_template(chat.messages, chat.tools, options, keeps_special, most)
+    except RecursionError:
+        raise InvalidRequest("messages are nested too deep for the model's chat template") from None
 
 
 def _template_options(chat: _Chat) -> dict[str, Any]:
@@ -77,8 +83,7 @@ def _reserved() -> frozenset[str]:
     return frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) - {"documents"}
 
 
-def _check_length(name: str, text: str, info: EngineInfo) -> None:
-    """Tokenizing takes time and memory by the byte, and all other requests wait for it."""
-    num_bytes = len(text.encode())
+def check_prompt_bytes(name: str, num_bytes: int, info: EngineInfo) -> None:
+    """Raises InvalidRequest for a prompt of so many bytes: reading it takes time and memory by the byte."""
     if num_bytes > info.limits.max_prompt_bytes:
         raise InvalidRequest(f"{name} has {num_bytes} bytes and max_prompt_bytes is {info.limits.max_prompt_bytes}")

@@ -2,7 +2,8 @@
 
 Inputs of TensorRT-LLM's models that stand for features this server does not have are declared so that a client that
 sends them is told of the feature. Triton refuses undeclared inputs by their names, but for those of HTTP generate and
-generate_stream: it takes members of their JSON that are no inputs for parameters of the request, which nobody reads.
+generate_stream: it takes members of their JSON that are no inputs for parameters of the request. Those are taken that
+change no answer; any other one could be another server's name of an adapter, a length or an option.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 
 from multilora_engine.errors import InvalidRequest, Unsupported
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES, InputTensors
+from multilora_wire.headers import CLIENT_HEADER, KEY_HEADER
 
 _ENCODER = "encoder-decoder models"
 _PROMPT_TABLE = "prompt tables"
@@ -102,30 +104,65 @@ ONLY_AT_GENERATION = frozenset(
 )
 """Inputs of `generation` that the ensembles do not have under any name."""
 
-_NOTHING = frozenset({"false", "0", "0.0", ""})
+_NOTHING = frozenset({"false", "0", "0.0", "", "none", "null"})
+
+HARMLESS_PARAMETERS: Mapping[str, str] = {
+    CLIENT_HEADER: "who asks, by the proxy's word",
+    KEY_HEADER: "who asks, by an API key",
+    "streaming": "upstream's gRPC clients send it beside the input",
+    "stream": "the same, under the ensemble's name",
+    "model": "clients of several servers name the model in the body, too, which the address names",
+    "model_name": "the same",
+    "user": "a name for the client's own accounts",
+    "id": "the request's id",
+    "request_id": "the same",
+    "priority": "Triton's own order of a queue that these models do not have",
+    "timeout": "Triton's own, which the request tells by itself",
+    "sequence_id": "Triton's own; no model here has state between requests",
+    "sequence_start": "the same",
+    "sequence_end": "the same",
+    "binary_data_output": "the form of the answer, which Triton gives it",
+    "headers": "Triton's own",
+    "content_type": "the form of texts, by KServe's convention",
+    "traceparent": "a trace that the request is part of",
+    "tracestate": "the same",
+    "baggage": "the same",
+}
+"""Parameters of requests, in lower case, that change no answer, and what they are."""
+
+_OF_TRITON = "triton_"
+"""Of the names that begin so Triton refuses those that it does not know."""
 
 
 def refuse_lost_inputs(parameters: Mapping[str, list[str]]) -> None:
-    """Raises InvalidRequest for a parameter that must have been meant for an input: one that chooses an adapter, in
-    whose place the base model would answer, or one that is an input of other models under this name.
+    """Raises InvalidRequest for a parameter that could have been meant for an input: one that chooses an adapter, in
+    whose place the base model would answer, one that is an input of other models, and any that nobody here knows.
 
     parameters: the values of a request's parameters by name in lower case.
     """
     for name, values in parameters.items():
+        if name in HARMLESS_PARAMETERS or name.startswith(_OF_TRITON):
+            continue
         if name.startswith(_ADAPTER_WORDS):
             raise InvalidRequest(
                 f"{name} is a parameter of the request, and these choose no adapter: send the input lora_task_id or "
                 "lora_name"
             )
-        if name in _OTHER_NAMES and not _NOTHING.issuperset(map(str.lower, values)):
+        if _NOTHING.issuperset(map(str.lower, values)):
+            continue
+        if name in _OTHER_NAMES:
             raise InvalidRequest(
                 f"{name} is a parameter of the request and no input of this model, which has it as {_OTHER_NAMES[name]}"
             )
-        if name in ONLY_AT_GENERATION and not _NOTHING.issuperset(map(str.lower, values)):
+        if name in ONLY_AT_GENERATION:
             raise InvalidRequest(
                 f"{name} is a parameter of the request and no input of this model; generation and generation_unary "
                 "have it"
             )
+        raise InvalidRequest(
+            f"{name} is a parameter of the request and no input of this model: it would change nothing, so leave it "
+            "out, or send the input that it stands for"
+        )
 
 
 def _refusal(name: str, feature: str) -> Unsupported:

@@ -12,9 +12,8 @@ piece by piece between the marks: no piece has the whole of it.
 from __future__ import annotations
 
 import itertools
-import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -23,9 +22,7 @@ class PlainSpecials:
 
     def __init__(self, special_tokens: Iterable[str]) -> None:
         """special_tokens: how they are spelled. One of a single character cannot be cut, and stays as it is."""
-        spelled = [re.escape(token) for token in special_tokens if len(token) > 1]
-        # Where one special token begins inside another, it is cut, too.
-        self._start = re.compile(f"(?=({'|'.join(spelled)}))") if spelled else None
+        self._spelled = [token for token in special_tokens if len(token) > 1]
         self._mark = f"\ufdd0{uuid.uuid4().hex}\ufdd0"
 
     def mark(self, value: Any) -> Any:
@@ -43,7 +40,15 @@ class PlainSpecials:
         return text.split(self._mark)
 
     def _cut(self, text: str) -> str:
-        if self._start is None:
-            return text
-        places = [0, *(match.start() + 1 for match in self._start.finditer(text)), len(text)]
+        # Where one special token begins inside another, it is cut, too.
+        cuts = {start + 1 for token in self._spelled for start in _places(token, text)}
+        places = [0, *sorted(cuts), len(text)]
         return self._mark.join(text[start:end] for start, end in itertools.pairwise(places))
+
+
+def _places(token: str, text: str) -> Iterator[int]:
+    """Where a token begins in a text. A regular expression would keep other threads from Python all the while."""
+    start = text.find(token)
+    while start >= 0:
+        yield start
+        start = text.find(token, start + 1)

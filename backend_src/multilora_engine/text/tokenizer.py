@@ -70,12 +70,15 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] = MappingProxyType({}),
         keeps_special_tokens: bool = True,
+        max_bytes: int | None = None,
     ) -> list[int]:
         """Token ids of a chat, ready for the assistant's answer.
 
         options: `add_generation_prompt`, `continue_final_message` and other variables of the template.
         keeps_special_tokens: whether text that spells a special token in messages, tools and options becomes one.
-        Raises InvalidRequest when the template refuses it, or would leave the tools out without a word.
+        max_bytes: the longest text that the template may make of it.
+        Raises InvalidRequest when the template refuses it, makes too long a text of it, or would leave the tools out
+        without a word.
         """
         if not self._files.has_chats:
             raise InvalidRequest("this model has no chat template; send text_input instead of messages")
@@ -86,8 +89,12 @@ class Tokenizer:
         text = self._render_chat(messages, tools, options)
         if tools and text == self._render_chat(messages, None, options):
             raise InvalidRequest("the model's chat template has no place for tools")
-        pieces = (self.encode(piece, add_special_tokens=False) for piece in plain.pieces(text))
-        return [token_id for piece in pieces for token_id in piece]
+        pieces = plain.pieces(text)
+        if max_bytes is not None and (num_bytes := sum(len(piece.encode()) for piece in pieces)) > max_bytes:
+            raise InvalidRequest(
+                f"the model's chat template makes {num_bytes} bytes of the messages and max_prompt_bytes is {max_bytes}"
+            )
+        return [token_id for piece in pieces for token_id in self.encode(piece, add_special_tokens=False)]
 
     @cached_property
     def _chats(self) -> PreTrainedTokenizerFast:

@@ -117,10 +117,16 @@ def _read_plain(path: Path) -> TokenizerFiles | None:
         backend,
         backend.token_to_id(named["eos_token"]) if "eos_token" in named else None,
         backend.token_to_id(named["pad_token"]) if "pad_token" in named else None,
-        lambda text, add_special_tokens: list(backend.encode(text, add_special_tokens=add_special_tokens).ids),
+        partial(_encode, backend),
         template is not None,
         partial(_load_plain_chats, template, named),
     )
+
+
+def _encode(backend: TokenizerBackend, text: str, add_special_tokens: bool) -> list[int]:
+    # Unlike `encode`, which keeps all other threads from Python for as long as it takes: seconds for a few MB.
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return list(encoding.ids)
 
 
 def _has_tokens(backend: TokenizerBackend, config: Mapping[str, Any], named: Mapping[str, Any]) -> bool:

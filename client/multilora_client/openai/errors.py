@@ -10,6 +10,7 @@ from typing import Any
 from pydantic_core import PydanticCustomError
 
 from multilora_client.errors import AdapterNotFound, MultiloraClientError, RateExceeded
+from multilora_wire.messages import shortened
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's; HTTP itself has none
 _STATUS_OF_CODE: Mapping[str, int] = {
@@ -37,6 +38,7 @@ class Failure(Exception):
     def __init__(
         self, status: int, message: str, code: str, param: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
+        message, param = shortened(message), None if param is None else shortened(param)
         super().__init__(message)
         self.status = status
         self.headers = headers

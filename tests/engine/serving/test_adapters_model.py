@@ -124,6 +124,12 @@ def test_the_layout_is_what_adapters_are_packed_by(link: EngineLink) -> None:
     assert operate(link, "layout") == json.loads(json.dumps({"layout": asdict(TINY)}))
 
 
+def test_an_operation_longer_than_any_is_refused_unread(link: EngineLink) -> None:
+    code, message = ask(link, "[" * (1 << 21))
+    assert code == "INVALID_ARG"
+    assert "the operation has 2097152 bytes, at most 1048576" in message
+
+
 def test_an_adapter_that_is_not_there_is_named(link: EngineLink) -> None:
     code, message = operate(link, "pin", lora_task_id=404)
     assert (code, "LoRA task 404 not found in cache" in message) == ("NOT_FOUND", True)

@@ -19,6 +19,7 @@ from multilora_engine.lora import format as lora_format
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import task_id_of
+from multilora_engine.serving import generation_front
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.generation_front import GenerationFront
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES
@@ -522,3 +523,27 @@ def test_a_request_larger_than_its_limits_is_refused_with_the_numbers(front: Gen
     code, message = error_of(ask(front, {"input_ids": [[5]] * 17, "max_tokens": [[1]] * 17}))
     assert code == "INVALID_ARG"
     assert "17 sequences in all, and max_sequences_per_request is 16" in message
+
+
+@pytest.mark.parametrize("name", ["text_input", "messages"])
+def test_a_door_serves_others_while_it_reads_a_long_prompt(
+    front: GenerationFront, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    may_end, encode = threading.Event(), Tokenizer.encode
+
+    def encode_later(self: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) > 5000:
+            assert may_end.wait(TIMEOUT_S)
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode_later)
+    monkeypatch.setattr(generation_front, "LONG_REQUEST_BYTES", 5000)
+    prompt = "a b " * 1500 if name == "text_input" else f'[{{"role": "user", "content": "{"a b " * 1500}"}}]'
+    long = FakeRequest({name: [[prompt]], "max_tokens": [[1]], "truncate_prompt_tokens": [[4]]}, id="long")
+    front.accept(long)
+    (response,) = ask(front, {"text_input": [["Hello"]], "max_tokens": [[1]]})
+    assert response.error is None
+    assert long.sender.responses == []
+    may_end.set()
+    (response,) = long.sender.wait()
+    assert response.error is None

@@ -77,5 +77,16 @@ def test_jobs_of_a_key_run_one_by_one_in_their_order_whatever_else_they_wait_for
     assert run == submitted
 
 
+def test_owners_take_turns_with_the_threads() -> None:
+    jobs, may_begin, done = OrderedJobs(1, "test"), threading.Event(), list[str]()
+    jobs.submit([], lambda: assert_set(may_begin), is_long=True)
+    for owner, number in [("a", 4), ("b", 1), ("c", 2)]:
+        for i in range(number):
+            jobs.submit([], partial(done.append, f"{owner}{i}"), is_long=True, owner=owner)
+    may_begin.set()
+    jobs.close()
+    assert done == ["a0", "b0", "c0", "a1", "c1", "a2", "a3"]
+
+
 def assert_set(event: threading.Event) -> None:
     assert event.wait(TIMEOUT_S)

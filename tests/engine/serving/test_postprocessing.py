@@ -5,11 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_triton import FakeRequest
+from support.fake_triton import FakeRequest, answer_of
 
 from multilora_engine.errors import InvalidRequest
+from multilora_engine.request import Sender
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.postprocessing import PostprocessingModel, decode
+from multilora_engine.serving.senders import Rights
 from multilora_engine.text.tokenizer import Tokenizer
 
 
@@ -19,8 +21,8 @@ class DescribedLink:
 
     tokenizer: Tokenizer
 
-    def rights(self, request: FakeRequest) -> None:
-        """Everybody may."""
+    def rights(self, request: FakeRequest) -> Rights:
+        return Rights(Sender(), min_priority=0)
 
     def describe(self) -> tuple[None, Tokenizer]:
         return None, self.tokenizer
@@ -53,8 +55,6 @@ def test_lengths_that_do_not_fit_are_refused(tokenizer: Tokenizer, shape: tuple[
 
 def test_the_texts_of_all_rows_and_beams_have_one_dimension(tokenizer: Tokenizer) -> None:
     tokens, lengths = tokens_batch(tokenizer, [["a", "b"], ["c", "d"]])
-    model = PostprocessingModel()
-    vars(model)["_link"] = DescribedLink(tokenizer)
     request = FakeRequest({"TOKENS_BATCH": tokens, "SEQUENCE_LENGTH": lengths}, output_names=("OUTPUT",))
-    (response,) = model.execute([request])
+    response = answer_of(PostprocessingModel(), DescribedLink(tokenizer), request)
     assert response.arrays["OUTPUT"].tolist() == [b"a", b"b", b"c", b"d"]

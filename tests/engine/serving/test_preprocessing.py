@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fake_engine import INFO
-from support.fake_triton import FakeRequest
+from support.fake_triton import FakeRequest, answer_of
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from multilora_engine.errors import InvalidRequest, Unsupported
+from multilora_engine.request import Sender
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.preprocessing import PreprocessingModel, preprocess
+from multilora_engine.serving.senders import Rights
 from multilora_engine.text.tokenizer import Tokenizer
 
 
@@ -120,19 +122,18 @@ def test_what_is_no_prompt_is_refused(tokenizer: Tokenizer, tensors: dict[str, A
 
 def test_the_model_answers_each_request_by_outputs_or_by_error(tokenizer: Tokenizer) -> None:
     class Link:
-        def rights(self, request: FakeRequest) -> None:
-            """Everybody may."""
+        def rights(self, request: FakeRequest) -> Rights:
+            return Rights(Sender(), min_priority=0)
 
         def describe(self) -> tuple[Any, Tokenizer]:
             return dataclasses.replace(INFO, add_special_tokens=False), tokenizer
 
-    model = PreprocessingModel()
-    vars(model)["_link"] = Link()
     good = FakeRequest({"QUERY": [["Hi"]]}, output_names=("INPUT_ID",))
     bad = FakeRequest({}, id="ab12", output_names=("INPUT_ID",))
-    answered, refused = model.execute([good, bad])
+    answered, refused = (answer_of(PreprocessingModel(), Link(), request) for request in (good, bad))
     assert {name: array.tolist() for name, array in answered.arrays.items()} == {
         "INPUT_ID": [tokenizer.encode("Hi", add_special_tokens=False)]
     }
+    assert refused.error is not None
     assert refused.error.code == "INVALID_ARG"
     assert refused.error.message.endswith("(request ab12)")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -81,3 +83,29 @@ def test_a_chat_is_the_same_tokens_as_in_transformers(default_model_dir: Path, o
 def test_what_a_chat_may_not_say_is_refused_by_name(templated: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         encode(templated, **options)
+
+
+def test_a_chat_that_the_template_makes_too_long_is_refused_with_the_numbers(templated: Path) -> None:
+    most = INFO.limits.max_prompt_bytes
+    many = [{"role": "user", "content": "a"}] * (most // 40)
+    info = dataclasses.replace(INFO, limits=dataclasses.replace(INFO.limits, max_prompt_bytes=len(json.dumps(many))))
+    (templated / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content * 99 }}{% endfor %}")
+    with pytest.raises(InvalidRequest, match=rf"makes {99 * len(many)} bytes of the messages and max_prompt_bytes is"):
+        encode_messages(json.dumps(many), Tokenizer(templated), info)
+    (templated / "chat_template.jinja").write_text(TEMPLATE)
+
+
+@pytest.mark.parametrize("depth", [400, 5_000, 100_000])
+def test_messages_nested_deep_are_refused_or_read(templated: Path, depth: int) -> None:
+    info = dataclasses.replace(INFO, limits=dataclasses.replace(INFO.limits, max_prompt_bytes=1 << 20))
+    content = "[" * depth + "]" * depth
+    with contextlib.suppress(InvalidRequest):
+        encode_messages(f'[{{"role": "user", "content": {content}}}]', Tokenizer(templated), info)
+
+
+def test_an_error_quotes_a_line_of_the_messages_at_most(templated: Path) -> None:
+    info = dataclasses.replace(INFO, limits=dataclasses.replace(INFO.limits, max_prompt_bytes=1 << 23))
+    text = json.dumps([{"role": 7, "content": "x" * 4_000_000}])
+    with pytest.raises(InvalidRequest, match=r"^message 0 must look like") as error:
+        encode_messages(text, Tokenizer(templated), info)
+    assert len(str(error.value)) < 700

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.contract import INPUTS
 from support.fake_triton import FakeRequest
 
 from multilora_engine.errors import InvalidRequest, Unsupported
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES, InputTensors
 from multilora_engine.serving.unsupported import (
+    HARMLESS_PARAMETERS,
     ONLY_AT_GENERATION,
     UNSUPPORTED_OPTIONS,
     UNSUPPORTED_TENSORS,
@@ -85,7 +88,51 @@ def test_an_input_of_generation_is_refused_among_the_parameters_of_an_ensembles_
     refuse_lost_inputs({name: ["0"]})
 
 
-def test_other_parameters_are_the_client_s_own() -> None:
-    refuse_lost_inputs({"priority": ["1"], "x-multilora-client": ["lora"], "authorization": ["Bearer lora"]})
+@pytest.mark.parametrize("name", sorted(HARMLESS_PARAMETERS))
+def test_parameters_that_change_no_answer_are_the_client_s_own(name: str) -> None:
     # Upstream's inflight_batcher_llm_client sends `Streaming` so, beside the input.
-    refuse_lost_inputs({"streaming": ["True"], "stream": ["True"]})
+    refuse_lost_inputs({name: ["True", "lora"], "triton_enable_empty_final_response": ["True"]})
+
+
+FOREIGN_NAMES = (
+    # the LLM API of TensorRT-LLM
+    *("sampling_param_max_tokens", "sampling_param_temperature", "sampling_param_top_k", "sampling_param_stop"),
+    # OpenAI, vLLM and SGLang
+    *(
+        "max_completion_tokens",
+        "max_new_tokens",
+        "n",
+        "best_of",
+        "stop_token_ids",
+        "ignore_eos",
+        "logit_bias",
+        "prompt",
+    ),
+    *("sampling_params", "sampling_parameters", "guided_json", "response_format", "regex", "structured_outputs"),
+    # TGI, Ollama, llama.cpp
+    *("parameters", "options", "num_predict", "n_predict", "repeat_penalty", "typical_p", "grammar", "details"),
+)
+
+
+@pytest.mark.parametrize("name", FOREIGN_NAMES)
+def test_options_under_other_servers_names_are_refused_by_name_unless_they_ask_for_nothing(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{name} is a parameter of the request and no input of this model"):
+        refuse_lost_inputs({"x-multilora-client": ["a"], name: ["0.7"]})
+    refuse_lost_inputs({name: ["0"]})
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=20), st.lists(st.text(min_size=1), min_size=1, max_size=2)))
+def test_what_passes_is_known_or_asks_for_nothing(parameters: dict[str, list[str]]) -> None:
+    try:
+        refuse_lost_inputs(parameters)
+    except InvalidRequest:
+        return
+    for name, values in parameters.items():
+        asks_for_nothing = all(value.lower() in ("0", "0.0", "false", "none", "null") for value in values)
+        assert asks_for_nothing or name in HARMLESS_PARAMETERS or name.startswith("triton_")
+
+
+@pytest.mark.parametrize("name", ["lora_id", "lora_path", "lora_ckpt_source", "adapter_source", "LoRA_Name".lower()])
+def test_adapters_under_other_servers_names_are_refused_whatever_their_value(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{name} is a parameter"):
+        refuse_lost_inputs({name: ["0"]})
