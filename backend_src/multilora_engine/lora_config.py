@@ -10,16 +10,26 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
 
 from multilora_wire.pieces import StoredDtype
 
-_ADAPTER_RANK_LIMIT = 256
+ADAPTER_RANK_LIMIT = 256
 """Largest rank the kernels are written for."""
 
 
-def _parse_json(value: object) -> object:
+_SOURCES_EXAMPLE = '[{"source": "directory", "root": "/adapters"}]'
+
+
+def _parse_sources(value: object) -> object:
     try:
-        return json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        example = '[{"source": "directory", "root": "/adapters"}]'
-        raise ValueError(f"not JSON ({error}); write a list like {example}") from None
+        sources = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error}); write a list like {_SOURCES_EXAMPLE}") from None
+    if not isinstance(sources, list):
+        raise ValueError(f"not a list; write one like {_SOURCES_EXAMPLE}")
+    for index, source in enumerate(sources):
+        if not isinstance(source, dict | SourceSpec):
+            raise ValueError(f"entry {index} is {source!r}; write an object as in {_SOURCES_EXAMPLE}")
+        if isinstance(source, dict) and "source" not in source:
+            raise ValueError(f'entry {index} has no member "source"; write an object as in {_SOURCES_EXAMPLE}')
+    return sources
 
 
 class SourceSpec(BaseModel):
@@ -60,8 +70,8 @@ class LoRAConfig(BaseModel):
         int,
         Field(
             ge=1,
-            le=_ADAPTER_RANK_LIMIT,
-            description=f"Largest rank accepted ({_ADAPTER_RANK_LIMIT} at most). An adapter costs only its own.",
+            le=ADAPTER_RANK_LIMIT,
+            description=f"Largest rank accepted ({ADAPTER_RANK_LIMIT} at most). An adapter costs only its own.",
         ),
     ] = 64
     lora_max_adapter_bytes: Annotated[
@@ -101,7 +111,7 @@ class LoRAConfig(BaseModel):
     ] = None
     lora_sources: Annotated[
         list[SourceSpec],
-        BeforeValidator(_parse_json),
+        BeforeValidator(_parse_sources),
         Field(description="Where adapters that no tier has are fetched from: a JSON list of sources. `[]` is nowhere."),
     ] = []
     lora_fetch_threads: Annotated[int, Field(ge=1, le=64, description="Adapters fetched at once, 64 at most.")] = 4
