@@ -15,7 +15,7 @@ from rich.text import Text
 
 from multilora_client.client import DEFAULT_URL, Client
 from multilora_client.errors import InvalidRequest
-from multilora_client.sizing import choose_linears, read_layout
+from multilora_client.sizing import choose_linears, read_layout, tier_bytes
 from multilora_client.terminal import Url, one_line_errors, print_table
 from multilora_client.tls import Tls
 from multilora_wire.adapter_event import AdapterEvent
@@ -191,18 +191,24 @@ def size(
             raise InvalidRequest(f"rank {rank} is more than max_lora_rank, {layout.max_rank}")
         modules = choose_linears(layout, linears) if linears else layout.sites.plain_modules
         pages = uniform_shape(layout, rank, dora, modules).num_pages
+    host_bytes, disk_bytes = tier_bytes(layout, num, pages)
     sizes = {
         "page_bytes": layout.page_bytes,
         "bytes_per_adapter": pages * layout.page_bytes,
-        "lora_cache_host_memory_bytes": num * pages * layout.page_bytes,
-        # A file begins with a header, which is shorter than a page.
-        "lora_cache_disk_bytes": num * (pages + 1) * layout.page_bytes,
+        "lora_cache_host_memory_bytes": host_bytes,
+        "lora_cache_disk_bytes": disk_bytes,
     }
     if as_json:
         _print_json(sizes)
     else:
         _print_table(
             ("what", "bytes", "MiB"), ([name, str(value), f"{value / 2**20:,.1f}"] for name, value in sizes.items())
+        )
+    if host_bytes > num * pages * layout.page_bytes:
+        typer.echo(
+            "these adapters need less, but a server starts only with room for one adapter of max_lora_rank "
+            f"({layout.max_rank})",
+            err=True,
         )
 
 

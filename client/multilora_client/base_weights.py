@@ -29,7 +29,7 @@ from multilora_wire.quantized.scheme import (
 
 _INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
-_CONFIG_FILE = "config.json"
+MODEL_CONFIG_FILE = "config.json"
 _LENGTH_BYTES = 8
 _FLOATS = {"F16": "<f2", "BF16": "<u2", "F32": "<f4"}
 _DTYPES = _FLOATS | {"I8": "i1", "I32": "<i4", "I64": "<i8", "F8_E4M3": "u1"}
@@ -49,7 +49,7 @@ class BaseWeights:
         self._file_of = _weight_map(directory)
         self._header = cache(read_header)
         try:
-            has_config = (directory / _CONFIG_FILE).is_file()
+            has_config = (directory / MODEL_CONFIG_FILE).is_file()
             self._quantization = read_quantization(directory) if has_config else Quantization()
         except QuantizationError as error:
             raise AdapterError(str(error)) from error

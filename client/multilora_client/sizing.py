@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from multilora_client.base_weights import MODEL_CONFIG_FILE
 from multilora_client.errors import InvalidRequest
-from multilora_wire.layout import AdapterLayout, adapter_layout
+from multilora_wire.layout import AdapterLayout, adapter_layout, adapter_pages
 from multilora_wire.pieces import StoredDtype
 from multilora_wire.sites import GATED_MLP, ModelSites, WireModule, decoder_sites
 
@@ -18,13 +19,29 @@ _PLAIN_MLPS: Mapping[str, tuple[str, ...]] = {"starcoder2": ("c_fc", "c_proj")}
 
 def read_layout(checkpoint: Path, max_rank: int, lora_dtype: StoredDtype) -> AdapterLayout:
     """The layout of a Hugging Face checkpoint of decoder layers, from its `config.json`. Raises InvalidRequest."""
-    path = checkpoint / "config.json"
+    return adapter_layout(read_sites(checkpoint), max_rank, lora_dtype)
+
+
+def read_sites(checkpoint: Path) -> ModelSites:
+    """The sites of a Hugging Face checkpoint of decoder layers, from its `config.json`. Raises InvalidRequest."""
+    path = checkpoint / MODEL_CONFIG_FILE
     try:
-        return adapter_layout(_read_sites(json.loads(path.read_text(encoding="utf-8"))), max_rank, lora_dtype)
+        return _read_sites(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"cannot read {path}: {error}") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise InvalidRequest(f"{path} does not describe a decoder: {error}") from error
+
+
+def tier_bytes(layout: AdapterLayout, num_adapters: int, num_pages: int) -> tuple[int, int]:
+    """Bytes of a host tier and of a disk tier for adapters of so many pages each.
+
+    Never fewer than a server starts with: room for one adapter of the largest rank that it accepts.
+    """
+    least = adapter_pages(layout, layout.max_rank, is_dora=True)
+    # A file begins with a header, which is shorter than a page.
+    host, disk = max(num_adapters * num_pages, least), max(num_adapters * (num_pages + 1), least + 1)
+    return host * layout.page_bytes, disk * layout.page_bytes
 
 
 def linear_names(layout: AdapterLayout) -> list[str]:

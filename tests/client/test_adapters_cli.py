@@ -16,7 +16,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from multilora_client.cli import app
-from multilora_wire.layout import AdapterLayout
+from multilora_engine.engine.memory import _HEADER_PAGES, _check_tier
+from multilora_engine.errors import ConfigError
+from multilora_wire.layout import AdapterLayout, adapter_layout
 from multilora_wire.sites import decoder_sites
 
 PIRATE = {
@@ -167,6 +169,19 @@ def test_size_needs_no_server_with_a_checkpoint(tmp_path: Path) -> None:
     arguments = ["size", "--checkpoint", tmp_path, "--linears", "v,q", "--num", 3, "--json"]
     result = CliRunner().invoke(app, ["adapters", *map(str, arguments)])
     assert json.loads(result.stdout)["lora_cache_host_memory_bytes"] == 3 * 256 * 1024
+
+
+def test_size_never_tells_less_than_a_server_starts_with(fake_triton: Any) -> None:
+    layout = adapter_layout(decoder_sites(30, 576, 576, 192, 1536), 64, "float32")
+    fake_triton.report = {"layout": asdict(layout)}
+    result = run(fake_triton, "size", "--rank", 4, "--num", 3, "--json")
+    sizes = json.loads(result.stdout)
+    _check_tier(layout, sizes["lora_cache_host_memory_bytes"] // layout.page_bytes, "host", "")
+    _check_tier(layout, sizes["lora_cache_disk_bytes"] // layout.page_bytes - _HEADER_PAGES, "disk", "")
+    with pytest.raises(ConfigError, match="to hold 1 max sized LoRA"):
+        _check_tier(layout, sizes["lora_cache_host_memory_bytes"] // layout.page_bytes - 1, "host", "")
+    assert "a server starts only with room for one adapter of max_lora_rank (64)" in result.stderr
+    assert "starts only" not in run(fake_triton, "size", "--rank", 4, "--num", 300).stderr
 
 
 @pytest.mark.parametrize(
