@@ -5,7 +5,8 @@ scale is already in B. Row i of `config` describes it: `[module_id, layer, rank]
 
 The files are those of TensorRT-LLM's converter: `model.lora_weights.npy` `[1, rows, width]` and
 `model.lora_config.npy` int32 `[1, rows, 4]`. NumPy has no bfloat16: such weights are stored, as upstream stores them,
-in the two-byte void type (`|V2`) of their bits, so that artefacts of both converters are interchangeable.
+in the two-byte void type (`|V2`) of their bits, so that artefacts of both converters are interchangeable. A third file
+of ours, `model.lora_origin.json`, tells the sides of the matrices.
 """
 
 from __future__ import annotations
@@ -20,7 +21,17 @@ import numpy as np
 import numpy.typing as npt
 
 from multilora_client.errors import AdapterError, InvalidRequest
-from multilora_wire.converted_files import CONFIG_FILE, STORED_BFLOAT16, WEIGHTS_FILE, BrokenFiles, read_rows
+from multilora_wire.adapter_origin import AdapterOrigin, WrongBaseModel
+from multilora_wire.converted_files import (
+    CONFIG_FILE,
+    STORED_BFLOAT16,
+    WEIGHTS_FILE,
+    BrokenFiles,
+    read_origin,
+    read_rows,
+    write_origin,
+)
+from multilora_wire.sites import ModelSites
 
 AdapterDtype = Literal["FP16", "BF16", "FP32"]
 
@@ -34,12 +45,15 @@ class AdapterTensors:
 
     weights: `[rows, width]`, float16, float32, or (`dtype` BF16) the bits of bfloat16 in uint16.
     config: int32 `[rows, 3]` or `[rows, 4]`.
+    origin: the model that the adapter was made for, which a client compares with the server's before it sends the
+        weights; None where nobody knows it. No part of the content.
     Raises AdapterError when they do not fit each other.
     """
 
     weights: npt.NDArray[Any]
     config: npt.NDArray[np.int32]
     dtype: AdapterDtype
+    origin: AdapterOrigin | None = None
 
     def __post_init__(self) -> None:
         if self.weights.dtype != NUMPY_DTYPES[self.dtype]:
@@ -55,6 +69,8 @@ class AdapterTensors:
             raise AdapterError(
                 f"config must be int32 [rows, 3 or 4], not {self.config.dtype} {list(self.config.shape)}"
             )
+        if self.origin is not None and not self.origin.describes(self.config.tolist()):
+            raise AdapterError("the origin's linears must be those of config's rows, in the same order")
 
     @cached_property
     def digest(self) -> bytes:
@@ -70,17 +86,19 @@ class AdapterTensors:
         return self.weights.nbytes + self.config.nbytes
 
     def save(self, directory: Path) -> None:
-        """Write the two files into `directory`, which is made when it is missing."""
+        """Write the files into `directory`, which is made when it is missing."""
         directory.mkdir(parents=True, exist_ok=True)
         weights = self.weights.view(STORED_BFLOAT16) if self.dtype == "BF16" else self.weights
         np.save(directory / WEIGHTS_FILE, weights[np.newaxis], allow_pickle=False)
         np.save(directory / CONFIG_FILE, self.config[np.newaxis], allow_pickle=False)
+        write_origin(directory, self.origin)
 
     @classmethod
     def load(cls, directory: Path) -> AdapterTensors:
-        """Read the two files, also old ones: `model.lora_keys.npy`, no batch dimension, three columns."""
+        """Read the files, also old ones: `model.lora_keys.npy`, no batch dimension, three columns."""
         try:
             weights, config = read_rows(directory)
+            origin = read_origin(directory, config)
         except BrokenFiles as error:
             raise AdapterError(f"{directory}: {error}") from error
         dtype = _STORED_DTYPES.get(weights.dtype.name)
@@ -88,7 +106,7 @@ class AdapterTensors:
             raise AdapterError(
                 f"{directory / WEIGHTS_FILE} holds {weights.dtype}; float16, float32 and bfloat16 are read"
             )
-        return cls(weights.view(np.uint16) if dtype == "BF16" else weights, config, dtype)
+        return cls(weights.view(np.uint16) if dtype == "BF16" else weights, config, dtype, origin)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +119,14 @@ class Adapter:
     def __post_init__(self) -> None:
         if not 0 <= self.lora_task_id < 2**64:
             raise InvalidRequest(f"lora_task_id must be between 0 and 2**64 - 1, not {self.lora_task_id}")
+
+
+def check_origin(origin: AdapterOrigin, sites: ModelSites, model: str) -> None:
+    """Raises AdapterError for an adapter of another model than the one of this name, which has these sites."""
+    try:
+        origin.check(sites, model)
+    except WrongBaseModel as error:
+        raise AdapterError(str(error)) from error
 
 
 def is_converted(directory: Path) -> bool:

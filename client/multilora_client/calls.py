@@ -13,11 +13,22 @@ from dataclasses import dataclass
 
 from multilora_client.adapter import Adapter
 from multilora_client.answers import ChunkReader, parse_generation
-from multilora_client.errors import AdapterConflict, AdapterNotFound
+from multilora_client.errors import (
+    AdapterConflict,
+    AdapterNotFound,
+    InvalidRequest,
+    NotFound,
+    Unsupported,
+)
 from multilora_client.generation import Chunk, Generation
 from multilora_client.generation_inputs import task_id_input
 from multilora_client.messages import InferRequest, Response
+from multilora_client.operations import operation_request
 from multilora_client.tensors import adapter_tensors
+from multilora_wire.adapter_origin import AdapterOrigin
+
+SITES_UNTOLD = (NotFound, InvalidRequest, Unsupported)
+"""The errors of a server that is not ours, or too old to be asked for its sites."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,16 @@ class Call:
         if self.adapter is not None and self.sends_weights:
             inputs |= adapter_tensors(self.adapter.tensors)
         return dataclasses.replace(self._request, inputs=inputs)
+
+    @property
+    def origin(self) -> AdapterOrigin | None:
+        """The model of the adapter whose weights `request` has, to be compared with the server's; None if unknown."""
+        return self.adapter.tensors.origin if self.adapter is not None and self.sends_weights else None
+
+    @property
+    def sites_request(self) -> InferRequest:
+        """The question for the sites of the server's model."""
+        return dataclasses.replace(operation_request("layout"), timeout_s=self._request.timeout_s)
 
     def resend_weights(self, error: AdapterNotFound) -> None:
         """Prepare the second attempt. Raises `error` again when the weights went along or part of an answer came."""

@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 from urllib.parse import urlsplit
 
-from multilora_client.adapter import Adapter
-from multilora_client.calls import AdapterLedger, Call
+from multilora_client.adapter import Adapter, check_origin
+from multilora_client.calls import SITES_UNTOLD, AdapterLedger, Call
 from multilora_client.doors import DIRECT, Door
 from multilora_client.errors import AdapterNotFound, InvalidRequest
 from multilora_client.generation import Chunk, Generation
@@ -33,6 +33,7 @@ from multilora_client.operations import (
     parse_layout,
     parse_model,
     parse_report,
+    parse_sites,
     which_adapter,
 )
 from multilora_client.options import ChatOptions, GenerateOptions
@@ -115,7 +116,8 @@ class Client:
 
         adapter: an Adapter, whose weights are sent when the server needs them; the id of one that the server has; or
             None for the base model.
-        Raises AdapterNotFound, AdapterConflict, CacheFull, InvalidRequest and the rest of errors.py.
+        Raises AdapterNotFound, AdapterConflict, CacheFull, InvalidRequest and the rest of errors.py; AdapterError for
+            an adapter that was made for another model than the server's.
         """
         return self._infer(self._calls.generate(prompt, adapter, streaming=False, **options))
 
@@ -220,15 +222,31 @@ class Client:
 
     def _infer(self, call: Call) -> Generation:
         try:
-            return call.generation(self._transport.infer(call.request))
+            return self._attempt(call)
         except AdapterNotFound as error:
             call.resend_weights(error)
-            return call.generation(self._transport.infer(call.request))
+            return self._attempt(call)
+
+    def _attempt(self, call: Call) -> Generation:
+        self._check_origin(call)
+        return call.generation(self._transport.infer(call.request))
+
+    def _check_origin(self, call: Call) -> None:
+        """Ask for the server's sites anew each time that weights are sent: another model may be served by now."""
+        if (origin := call.origin) is None:
+            return
+        try:
+            sites = parse_sites(self._transport.infer(call.sites_request))
+        except SITES_UNTOLD:
+            return
+        if sites is not None and not origin.fits(sites):
+            check_origin(origin, sites, self.describe_model().model)
 
     def _stream(self, call: Call, lora_name: str | None) -> Generator[Chunk, None, None]:
         if call.adapter and call.sends_weights and not self._transport.streams_tensors:
             self.upload(call.adapter, lora_name=lora_name, timeout_s=call.request.timeout_s)
             call.weights_are_uploaded()
+        self._check_origin(call)
         with closing(self._transport.stream(call.request)) as responses:
             for response in responses:
                 yield call.chunk(response)
@@ -360,15 +378,31 @@ class AsyncClient:
 
     async def _infer(self, call: Call) -> Generation:
         try:
-            return call.generation(await self._transport.infer(call.request))
+            return await self._attempt(call)
         except AdapterNotFound as error:
             call.resend_weights(error)
-            return call.generation(await self._transport.infer(call.request))
+            return await self._attempt(call)
+
+    async def _attempt(self, call: Call) -> Generation:
+        await self._check_origin(call)
+        return call.generation(await self._transport.infer(call.request))
+
+    async def _check_origin(self, call: Call) -> None:
+        """Ask for the server's sites anew each time that weights are sent: another model may be served by now."""
+        if (origin := call.origin) is None:
+            return
+        try:
+            sites = parse_sites(await self._transport.infer(call.sites_request))
+        except SITES_UNTOLD:
+            return
+        if sites is not None and not origin.fits(sites):
+            check_origin(origin, sites, (await self.describe_model()).model)
 
     async def _stream(self, call: Call, lora_name: str | None) -> AsyncGenerator[Chunk, None]:
         if call.adapter and call.sends_weights and not self._transport.streams_tensors:
             await self.upload(call.adapter, lora_name=lora_name, timeout_s=call.request.timeout_s)
             call.weights_are_uploaded()
+        await self._check_origin(call)
         async with aclosing(self._transport.stream(call.request)) as responses:
             async for response in responses:
                 yield call.chunk(response)

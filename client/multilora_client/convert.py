@@ -19,11 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from multilora_client.adapter import NUMPY_DTYPES, Adapter, AdapterDtype, AdapterTensors, is_converted
-from multilora_client.base_weights import BaseWeights
+from multilora_client.base_weights import MODEL_CONFIG_FILE, BaseWeights
 from multilora_client.bfloat16 import bfloat16_to_float32, float32_to_bfloat16
 from multilora_client.errors import AdapterError
-from multilora_client.peft_directory import LoRAModule, is_peft, read_peft_directory
+from multilora_client.peft_directory import LoRAModule, describe_foreign, is_peft, read_peft_directory
+from multilora_client.sizing import read_sites
 from multilora_wire.module_names import MLP_GATE_UP
+from multilora_wire.sites import ModelSites
 
 StorageDtype = Literal["float16", "bfloat16", "float32"]
 Progress = Callable[[int, int], None]
@@ -36,16 +38,23 @@ def convert_peft(
     storage_dtype: StorageDtype | None = None,
     on_progress: Progress | None = None,
     base_model: Path | None = None,
+    sites: ModelSites | None = None,
 ) -> AdapterTensors:
     """Convert the PEFT adapter in `directory`.
 
     storage_dtype: type of the weights; None keeps the one of the file.
     on_progress: called with (rows done, rows in all) after each row.
-    base_model: directory of the base model's checkpoint, for DoRA only.
-    Raises AdapterError for everything that the wire format or the storage type cannot hold.
+    base_model: directory of the base model's checkpoint; DoRA needs its weights.
+    sites: of the base model; by default those of `base_model`, if that is given.
+    Raises AdapterError for everything that the wire format or the storage type cannot hold, and for an adapter that was
+    made for another model than these sites'.
     """
-    adapter = read_peft_directory(directory)
-    base = None if base_model is None else BaseWeights(base_model)
+    base = None
+    if base_model is not None:
+        base = BaseWeights(base_model)
+        if sites is None and (base_model / MODEL_CONFIG_FILE).is_file():
+            sites = read_sites(base_model)
+    adapter = read_peft_directory(directory, sites, "" if base_model is None else base_model.resolve().name)
     dtype = _DTYPES[storage_dtype] if storage_dtype else adapter.dtype
     weights = np.zeros((len(adapter.modules), max(map(_row_size, adapter.modules))), NUMPY_DTYPES[dtype])
     for index, module in enumerate(adapter.modules):
@@ -53,11 +62,14 @@ def convert_peft(
         if on_progress:
             on_progress(index + 1, len(adapter.modules))
     config = [[m.module_id, m.layer, m.rank, int(m.magnitude is not None)] for m in adapter.modules]
-    return AdapterTensors(weights, np.array(config, np.int32), dtype)
+    return AdapterTensors(weights, np.array(config, np.int32), dtype, adapter.origin)
 
 
 def load_adapter_tensors(directory: Path, base_model: Path | None = None) -> AdapterTensors:
     """The adapter in `directory`, whether it is converted already or a PEFT directory; see `convert_peft`."""
+    if directory.is_file():
+        foreign = describe_foreign([directory.name])
+        raise AdapterError(f"{directory} is a file, and an adapter is a directory{foreign and f'. {foreign}'}")
     if not directory.is_dir():
         raise AdapterError(f"there is no directory {directory}")
     if is_converted(directory) and is_peft(directory):
@@ -66,7 +78,16 @@ def load_adapter_tensors(directory: Path, base_model: Path | None = None) -> Ada
         return AdapterTensors.load(directory)
     if is_peft(directory):
         return convert_peft(directory, base_model=base_model)
-    raise AdapterError(f"{directory} is neither a PEFT adapter (adapter_config.json) nor a converted one (*.npy)")
+    raise AdapterError(_describe_no_adapter(directory))
+
+
+def _describe_no_adapter(directory: Path) -> str:
+    names = sorted(entry.name for entry in directory.iterdir())
+    if foreign := describe_foreign(names):
+        return f"{directory}/{foreign}"
+    inside = [name for name in names if is_peft(directory / name)]
+    advice = f"; {directory / inside[-1]} is one" if inside else ""
+    return f"{directory} is neither a PEFT adapter (adapter_config.json) nor a converted one (*.npy){advice}"
 
 
 def load_adapter(

@@ -1,7 +1,8 @@
 """All errors that this package raises on purpose, as one tree.
 
     MultiloraClientError        .code, .request_id, .retryable
-      AdapterError              an adapter directory cannot be read or converted; names the file and the key
+      AdapterError              an adapter directory cannot be read or converted, or was made for another base model;
+                                names the file and the key, or the module and its sides
       InvalidRequest            INVALID_ARG      malformed or contradictory request
       NotFound                  NOT_FOUND        no such model
         AdapterNotFound                          the task id is not cached and no weights came with it
@@ -52,7 +53,7 @@ class MultiloraClientError(Exception):
 
 
 class AdapterError(MultiloraClientError):
-    """An adapter directory cannot be read or converted."""
+    """An adapter directory cannot be read or converted, or was made for another base model."""
 
     code = "INVALID_ADAPTER"
 

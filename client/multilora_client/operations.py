@@ -16,6 +16,7 @@ from multilora_client.tensors import string_tensor
 from multilora_wire.adapter_event import AdapterEvent
 from multilora_wire.adapter_info import AdapterInfo
 from multilora_wire.layout import AdapterLayout, layout_version
+from multilora_wire.sites import ModelSites
 
 OperationName = Literal["list", "load", "unload", "pin", "unpin", "events", "stats", "layout", "describe", "weights"]
 
@@ -96,6 +97,16 @@ def parse_layout(response: Response) -> AdapterLayout:
     if version != known:
         raise ServerFault(f"the server's adapter layout has version {version}, this client knows {known}")
     return msgspec.convert(report, AdapterLayout)
+
+
+def parse_sites(response: Response) -> ModelSites | None:
+    """The sites in an answer to `layout`, whatever the version of the rest; None from a model that is not ours."""
+    if response.first("response") is None:
+        return None
+    try:
+        return msgspec.convert(parse_report(response)["layout"]["sites"], ModelSites)
+    except (KeyError, TypeError, msgspec.ValidationError) as error:
+        raise ServerFault(f"the server does not tell the sites of its model: {error!r}") from error
 
 
 def parse_report(response: Response) -> dict[str, Any]:

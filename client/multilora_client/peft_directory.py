@@ -1,7 +1,7 @@
 """A PEFT adapter directory, read and checked without PEFT and without torch.
 
-Only `adapter_config.json` and `adapter_model.safetensors` are read. Content that this format can express and the wire
-format cannot (biases, whole saved modules, ...) is refused by name: an adapter serves as it was trained or not at all.
+Only `adapter_config.json` and `adapter_model.safetensors` are read, both by allow-list: a field or a tensor that nobody
+here understands is refused by its name, unless it changes no answer. An adapter serves as it was trained or not at all.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,50 +18,141 @@ import numpy as np
 import numpy.typing as npt
 import safetensors
 
-from multilora_client.adapter import AdapterDtype
+from multilora_client.adapter import AdapterDtype, check_origin
+from multilora_client.base_weights import MODEL_CONFIG_FILE, read_header
 from multilora_client.bfloat16 import bfloat16_to_float32
 from multilora_client.errors import AdapterError
+from multilora_wire.adapter_origin import AdaptedLinear, AdapterOrigin
 from multilora_wire.module_names import MODULE_IDS
+from multilora_wire.sites import ModelSites
 
 PEFT_CONFIG_FILE = "adapter_config.json"
 PEFT_WEIGHTS_FILE = "adapter_model.safetensors"
-_PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt")
 
+
+# The name of a decoder layer's module in PEFT's model: of a text model, or of the text part of one with pictures.
 _LORA_KEY = re.compile(
     r"(?:base_model\.model\.)?"
-    r"(?P<module>model\.layers\.(?P<layer>\d+)\.(?P<path>[\w.]+))"
+    r"(?P<module>(?:model|(?:model\.)?(?:language_model|text_model)(?:\.model)?)"
+    r"\.layers\.(?P<layer>[0-9]{1,6})\.(?P<path>[\w.]+))"
     r"\.lora_(?:(?P<side>A|B)\.weight|(?P<magnitude>magnitude_vector)(?:\.weight)?)"
 )
 
-_REFUSED_KEY_PARTS: Mapping[str, str] = {
-    "lora_embedding_": "LoRA on embeddings is not supported",
-    "embed_tokens": "LoRA on embeddings is not supported",
-    "lm_head": "LoRA on the output head is not supported",
-    "modules_to_save": "whole saved modules (modules_to_save) are not supported",
-    ".bias": "biases are not supported",
+_WHOLE_MATRIX = (
+    "is a whole matrix, and only LoRA matrices are served. PEFT saves the embeddings and the head beside them once the "
+    "vocabulary was resized or embeddings were targeted. If they are the base model's own, save the adapter again with "
+    "save_pretrained(..., save_embedding_layers=False)"
+)
+_ON_HEAD = "LoRA on the output head is not supported"
+_ON_EMBEDDINGS = "LoRA on embeddings is not supported"
+_MLX_MATRIX = "is MLX's form of a matrix, which is transposed"
+_BIAS = "biases are not supported"
+
+_OTHER_PART = (
+    "it belongs to the part of the model that reads pictures or sound, and only the text part is served; train with "
+    "PEFT's exclude_modules for that part"
+)
+
+_REFUSED_KEYS: Mapping[re.Pattern[str], str] = {
+    re.compile(pattern): reason
+    for pattern, reason in {
+        r"\.lora_embedding_": _ON_EMBEDDINGS,
+        r"token_adapter|trainable_tokens_": "trained rows of the embeddings are not supported",
+        r"modules_to_save": "whole saved modules (modules_to_save) are not supported",
+        r"\.bias$": _BIAS,
+        r"\.lora_[ab]$": _MLX_MATRIX,
+        r"vision|visual|image|multi_?modal|connector|projector|audio": _OTHER_PART,
+        r"(^|\.)(embed_tokens|lm_head)(\.base_layer)?\.weight$": _WHOLE_MATRIX,
+        r"(^|\.)lm_head\.": _ON_HEAD,
+        r"(^|\.)embed_tokens\.": _ON_EMBEDDINGS,
+        r"norm\.weight$": "whole saved norms are not supported",
+    }.items()
 }
+"""What a tensor with such a key is, and why it is refused; the first that matches tells."""
+
+_HARMLESS_FIELDS = frozenset(
+    {
+        # These say how the adapter was trained, saved or loaded.
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "revision",
+        "inference_mode",
+        "lora_dropout",
+        "runtime_config",
+        "merge_weights",
+        # These say which modules were adapted, which the file tells by itself.
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "ensure_weight_tying",
+        # PEFT itself resets this one for linear layers.
+        "fan_in_fan_out",
+        # These count only beside another field, which is read or refused.
+        "megatron_core",
+        "qalora_group_size",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        # A trained VeLoRA computes as LoRA: only its gradients differ.
+        "velora_config",
+    }
+)
+"""Fields that change no answer, whatever their values."""
+
+_READ_FIELDS = frozenset(
+    {
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "use_dora",
+        "rank_pattern",
+        "alpha_pattern",
+        "init_lora_weights",
+        "bias",
+        "base_model_name_or_path",
+    }
+)
 
 _REFUSED_FIELDS: Mapping[str, str] = {
     "modules_to_save": "whole saved modules are not supported",
-    "fan_in_fan_out": "transposed base weights are not supported",
-    "lora_bias": "biases are not supported",
+    "lora_bias": _BIAS,
     "trainable_token_indices": "trained embedding rows are not supported",
     "target_parameters": "LoRA on bare parameters is not supported",
     "layer_replication": "replicated layers are not supported",
     "alora_invocation_tokens": "activated LoRA is not supported",
+    "invocation_string": "activated LoRA is not supported; this is the form of IBM's package alora, for which PEFT has "
+    "alora_invocation_tokens, not supported either",
     "use_qalora": "QA-LoRA is not supported",
     "use_bdlora": "block-diagonal LoRA is not supported",
     "arrow_config": "routed LoRA is not supported",
-    "kasa_config": "KaSA is not supported",
+    "kasa_config": "KaSA, which changes the base model's weights, is not supported",
+    "monteclora_config": "MonteCLoRA is not supported",
+    "megatron_config": "LoRA on Megatron's parallel layers is not supported",
 }
+
+_MLX_FIELDS = ("fine_tune_type", "lora_parameters")
+
+_MLX = (
+    "MLX wrote this adapter, and PEFT's form is served: adapter_model.safetensors with lora_A.weight = lora_a "
+    "transposed and lora_B.weight = lora_b transposed for each module, and adapter_config.json with peft_type LORA, r "
+    "and lora_alpha = scale x r"
+)
+
+_BASE_IS_CHANGED = "save it with PEFT's path_initial_model_for_weight_conversion"
 
 # Weights trained with these are no difference to the original model, whose weights these change first.
 _REFUSED_INITIALISATIONS: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("pissa", "olora", "corda", "lora_ga"), "save it with PEFT's path_initial_model_for_weight_conversion"
-    ),
+    **dict.fromkeys(("pissa", "olora", "corda", "lora_ga"), _BASE_IS_CHANGED),
     "loftq": "it belongs to the weights that LoftQ made of them",
 }
+_INITIALISATIONS = ("gaussian", "eva", "orthogonal", "mica")
+_BIASES = ("none", "all", "lora_only")
+
+_MAX_QUOTED_CHARS = 200
 
 _LARGEST_SETTING = 1e30
 """Of ranks and alphas: float32 holds it."""
@@ -98,10 +189,14 @@ class LoRAModule:
 
 @dataclass(frozen=True, eq=False)
 class PeftAdapter:
-    """All modules, by layer and module id. `dtype` is that of the file, FP32 when the file mixes several."""
+    """All modules, by layer and module id. `dtype` is that of the file, FP32 when the file mixes several.
+
+    origin: the model that the adapter was made for; its linears are those of `modules`.
+    """
 
     modules: list[LoRAModule]
     dtype: AdapterDtype
+    origin: AdapterOrigin
 
 
 @dataclass(frozen=True)
@@ -118,14 +213,58 @@ def is_peft(directory: Path) -> bool:
     return (directory / PEFT_CONFIG_FILE).exists()
 
 
-def read_peft_directory(directory: Path) -> PeftAdapter:
-    """Read and check an adapter. Raises AdapterError naming the file, field or key that stands in the way."""
-    config = _read_config(directory / PEFT_CONFIG_FILE)
+def read_peft_directory(directory: Path, sites: ModelSites | None = None, model: str = "") -> PeftAdapter:
+    """Read and check an adapter. sites: of the model that it meets, where they are known; model: the name of that one.
+
+    Raises AdapterError naming the file, field or key that stands in the way, or the module that another model has.
+    """
+    config, places, origin = _read_places(directory)
+    if sites is not None:
+        check_origin(origin, sites, model)
     tensors = _read_tensors(_weights_path(directory))
-    modules = [_module(places, tensors, config) for places in _pair_keys(tensors)]
+    modules = [_module(place, tensors, config) for place in places]
     dtypes = {tensor.dtype for tensor in tensors.values()}
     dtype: AdapterDtype = dtypes.pop() if len(dtypes) == 1 else "FP32"
-    return PeftAdapter(sorted(modules, key=lambda module: (module.layer, module.module_id)), dtype)
+    return PeftAdapter(modules, dtype, origin)
+
+
+def check_peft_directory(directory: Path, sites: ModelSites, model: str = "") -> None:
+    """The checks of `read_peft_directory` that read no values: those of fields, keys and sides. Raises AdapterError."""
+    _, _, origin = _read_places(directory)
+    check_origin(origin, sites, model)
+
+
+def _read_places(directory: Path) -> tuple[dict[str, Any], list[_Place], AdapterOrigin]:
+    """The configuration, and the modules by layer and module id."""
+    config = _read_config(directory / PEFT_CONFIG_FILE)
+    shapes = {key: stored.shape for key, (stored, _) in read_header(_weights_path(directory)).items()}
+    places = sorted(_pair_keys(shapes, config), key=lambda place: (place.layer, place.module_id))
+    return config, places, AdapterOrigin(tuple(_linear(place, shapes) for place in places), _base_model(config))
+
+
+def describe_foreign(names: Collection[str]) -> str:
+    """What a directory with files of these names holds, if PEFT's adapter is not in it, and what to do with it.
+
+    "" where nobody can tell.
+    """
+    adapters = sorted(name for name in names if name.startswith(("adapter", "lora")))
+    if any(name.endswith("adapters.safetensors") for name in names):
+        return f"adapters.safetensors: {_MLX}"
+    if pickles := [name for name in adapters if name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt"))]:
+        return (
+            f"{pickles[0]} is a pickle, which can run code when it is read; only safetensors is read. Save the adapter "
+            "again with save_pretrained(..., safe_serialization=True)"
+        )
+    if ggufs := sorted(name for name in names if name.endswith(".gguf")):
+        return f"{ggufs[0]} is llama.cpp's form; take the folder of PEFT that it was made from"
+    if MODEL_CONFIG_FILE in names and PEFT_CONFIG_FILE not in names:
+        return (
+            f"{MODEL_CONFIG_FILE} belongs to the checkpoint of a whole model, which is no adapter; "
+            "multilora-serve --model serves it"
+        )
+    if others := [name for name in adapters if name.endswith(".safetensors") and name != PEFT_WEIGHTS_FILE]:
+        return f"{others[0]} is not in PEFT's form, which is {PEFT_CONFIG_FILE} with {PEFT_WEIGHTS_FILE}"
+    return ""
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -139,37 +278,58 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise AdapterError(f"{path} is nested too deeply") from None
     if not isinstance(config, dict):
         raise AdapterError(f"{path} is not a JSON object")
+    if any(field in config for field in _MLX_FIELDS):
+        raise AdapterError(f"{path}: {_MLX}")
     _check_config(config, path)
     return config
 
 
 def _check_config(config: Mapping[str, Any], path: Path) -> None:
     if config.get("peft_type", "LORA") != "LORA":
-        raise AdapterError(f"{path}: peft_type is {config['peft_type']!r}; only LORA is supported")
-    for field, reason in _REFUSED_FIELDS.items():
-        if config.get(field):
-            raise AdapterError(f"{path}: {field} is {config[field]!r}; {reason}")
-    if config.get("bias", "none") != "none":
-        raise AdapterError(f"{path}: bias is {config['bias']!r}; only 'none' is supported")
-    initialisation = config.get("init_lora_weights", True)
-    for name, advice in _REFUSED_INITIALISATIONS.items():
-        if isinstance(initialisation, str) and initialisation.lower().startswith(name):
+        raise AdapterError(f"{path}: peft_type is {_quoted(config['peft_type'])}; only LORA is supported")
+    for field, value in config.items():
+        if value and field in _REFUSED_FIELDS:
+            raise AdapterError(f"{path}: {field} is {_quoted(value)}; {_REFUSED_FIELDS[field]}")
+        if value and field not in _READ_FIELDS | _HARMLESS_FIELDS:
             raise AdapterError(
-                f"{path}: init_lora_weights is {initialisation!r}, so the adapter is no difference to the original "
-                f"model; {advice}"
+                f"{path}: {field[:_MAX_QUOTED_CHARS]} is {_quoted(value)}, and this field of the configuration is not "
+                "known: the adapter might not be plain LoRA. Set the field to null if it changes nothing"
             )
+    if config.get("bias", "none") not in _BIASES:
+        raise AdapterError(f"{path}: bias is {_quoted(config['bias'])}; expected {', '.join(_BIASES)}")
+    initialisation = config.get("init_lora_weights", True)
+    if isinstance(initialisation, bool | None):
+        return
+    name = initialisation.lower() if isinstance(initialisation, str) else ""
+    for start, advice in _REFUSED_INITIALISATIONS.items():
+        if name.startswith(start):
+            raise AdapterError(
+                f"{path}: init_lora_weights is {_quoted(initialisation)}, so the adapter is no difference to the "
+                f"original model; {advice}"
+            )
+    if name not in _INITIALISATIONS:
+        raise AdapterError(
+            f"{path}: init_lora_weights is {_quoted(initialisation)}, which is not known: the adapter might be no "
+            f"difference to the original model. Known are true, false, {', '.join(_INITIALISATIONS)}"
+        )
+
+
+def _base_model(config: Mapping[str, Any]) -> str:
+    name = config.get("base_model_name_or_path")
+    return name if isinstance(name, str) else ""
+
+
+def _quoted(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_QUOTED_CHARS else f"{text[:_MAX_QUOTED_CHARS]}..."
 
 
 def _weights_path(directory: Path) -> Path:
     path = directory / PEFT_WEIGHTS_FILE
     if path.is_file():
         return path
-    for name in _PICKLE_FILES:
-        if (directory / name).exists():
-            raise AdapterError(
-                f"{directory / name} is a pickle, which can run code when it is read; only safetensors "
-                "is read. Save the adapter again with save_pretrained(..., safe_serialization=True)"
-            )
+    if foreign := describe_foreign([entry.name for entry in directory.iterdir()]):
+        raise AdapterError(f"{directory}/{foreign}")
     raise AdapterError(f"{path} is missing")
 
 
@@ -191,9 +351,13 @@ def _stored_tensor(key: str, entry: Mapping[str, Any]) -> _StoredTensor:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a module sits, and the keys of its two matrices and, with DoRA, its magnitude."""
+    """Where a module sits, and the keys of its two matrices and, with DoRA, its magnitude.
+
+    peft_name: the module's name in PEFT's model, which patterns of the configuration match.
+    """
 
     module: str
+    peft_name: str
     module_id: int
     layer: int
     a_key: str
@@ -201,48 +365,74 @@ class _Place:
     magnitude_key: str | None
 
 
-def _pair_keys(tensors: Mapping[str, _StoredTensor]) -> Iterator[_Place]:
-    """Every key has its place or is an error: nothing is dropped."""
-    if not tensors:
+def _pair_keys(keys: Collection[str], config: Mapping[str, Any]) -> Iterator[_Place]:
+    """Every key has its place or is an error: nothing is dropped but what only VeLoRA's gradients need."""
+    if not keys:
         raise AdapterError(f"{PEFT_WEIGHTS_FILE} holds no tensors")
-    keys: dict[tuple[str, int, int], dict[str, str]] = {}
-    for key in tensors:
+    matched: dict[tuple[int, str], dict[str, re.Match[str]]] = {}
+    for key in keys:
+        if config.get("velora_config") and key.endswith(".lora_velora_embed"):
+            continue
         match = _match_key(key)
-        place = (match["module"], MODULE_IDS[match["path"]], int(match["layer"]))
-        side = match["side"] or match["magnitude"]
-        if keys.setdefault(place, {}).setdefault(side, key) != key:
-            raise AdapterError(f"{key} and {keys[place][side]} are the same matrix")
-    for (module, module_id, layer), sides in keys.items():
+        sides = matched.setdefault((int(match["layer"]), match["path"]), {})
+        other = sides.setdefault(match["side"] or match["magnitude"], match)
+        if other is not match:
+            raise AdapterError(f"{key} and {other.string} are the same matrix")
+    for (layer, path), sides in matched.items():
+        first = next(iter(sides.values()))
         for side in ("A", "B"):
             if side not in sides:
-                raise AdapterError(f"{next(iter(sides.values()))} has no lora_{side} beside it")
-        yield _Place(module, module_id, layer, sides["A"], sides["B"], sides.get("magnitude_vector"))
+                raise AdapterError(f"{first.string} has no lora_{side} beside it")
+        magnitude = sides.get("magnitude_vector")
+        yield _Place(
+            f"model.layers.{layer}.{path}",
+            first["module"],
+            MODULE_IDS[path],
+            layer,
+            sides["A"].string,
+            sides["B"].string,
+            magnitude and magnitude.string,
+        )
 
 
 def _match_key(key: str) -> re.Match[str]:
-    for part, reason in _REFUSED_KEY_PARTS.items():
-        if part in key:
-            raise AdapterError(f"{key}: {reason}")
+    shown = key[:_MAX_QUOTED_CHARS]
     match = _LORA_KEY.fullmatch(key)
     if match is None:
-        raise AdapterError(f"{key} is not a LoRA matrix of a decoder layer ([base_model.model.]model.layers.N....)")
+        for pattern, reason in _REFUSED_KEYS.items():
+            if pattern.search(key):
+                separator = " " if reason.startswith("is ") else ": "
+                advice = f". {_MLX}" if reason == _MLX_MATRIX else ""
+                raise AdapterError(f"{shown}{separator}{reason}{advice}")
+        raise AdapterError(f"{shown} is not a LoRA matrix of a decoder layer ([base_model.model.]model.layers.N....)")
     if match["path"] not in MODULE_IDS:
-        raise AdapterError(f"{key}: unknown module {match['path']!r}; supported are {', '.join(MODULE_IDS)}")
+        raise AdapterError(
+            f"{shown}: unknown module {match['path'][:_MAX_QUOTED_CHARS]!r}; supported are {', '.join(MODULE_IDS)}"
+        )
     return match
 
 
+def _linear(place: _Place, shapes: Mapping[str, tuple[int, ...]]) -> AdaptedLinear:
+    for key in (place.a_key, place.b_key):
+        if len(shapes[key]) != 2 or 0 in shapes[key]:
+            raise AdapterError(f"{key} has shape {list(shapes[key])}; a matrix is expected")
+    return AdaptedLinear(
+        place.module, place.module_id, place.layer, in_size=shapes[place.a_key][1], out_size=shapes[place.b_key][0]
+    )
+
+
 def _module(place: _Place, tensors: Mapping[str, _StoredTensor], config: Mapping[str, Any]) -> LoRAModule:
-    lora_a = _matrix(place.a_key, tensors[place.a_key])
-    lora_b = _matrix(place.b_key, tensors[place.b_key])
+    lora_a = _finite(place.a_key, tensors[place.a_key])
+    lora_b = _finite(place.b_key, tensors[place.b_key])
     rank = lora_a.shape[0]
     if lora_b.shape[1] != rank:
         raise AdapterError(
             f"{place.a_key} {list(lora_a.shape)} and {place.b_key} {list(lora_b.shape)} have different ranks"
         )
-    expected_rank = _module_setting(config, "rank_pattern", "r", place.module)
+    expected_rank = _module_setting(config, "rank_pattern", "r", place.peft_name)
     if rank != expected_rank:
         raise AdapterError(f"{place.a_key} has rank {rank}, but {PEFT_CONFIG_FILE} says {expected_rank:g}")
-    alpha = _module_setting(config, "alpha_pattern", "lora_alpha", place.module)
+    alpha = _module_setting(config, "alpha_pattern", "lora_alpha", place.peft_name)
     scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     magnitude = _magnitude(place, tensors, bool(config.get("use_dora")), out_size=lora_b.shape[0])
     return LoRAModule(place.module, place.module_id, place.layer, lora_a, lora_b, scaling, magnitude)
@@ -260,12 +450,6 @@ def _magnitude(
     if tensors[key].values.shape != (out_size,):
         raise AdapterError(f"{key} has shape {list(tensors[key].values.shape)}, expected [{out_size}]")
     return _finite(key, tensors[key])
-
-
-def _matrix(key: str, tensor: _StoredTensor) -> npt.NDArray[np.float32]:
-    if tensor.values.ndim != 2 or 0 in tensor.values.shape:
-        raise AdapterError(f"{key} has shape {list(tensor.values.shape)}; a matrix is expected")
-    return _finite(key, tensor)
 
 
 def _finite(key: str, tensor: _StoredTensor) -> npt.NDArray[np.float32]:

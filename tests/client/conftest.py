@@ -7,7 +7,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from multilora_client import AdapterTensors
+from multilora_wire.sites import decoder_sites
+
+SAVED_SITES = decoder_sites(num_layers=2, hidden_size=24, q_size=40, kv_size=20, intermediate_size=56)
+"""Of the model of `save_adapter`."""
 
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -78,8 +82,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     """Knows the protocol and nothing of language models: it answers with `words`, and keeps adapters by task id.
 
     refusal: the error that answers every prompt.
-    report: what the model `adapters` answers. received: (model, inputs) of every request, in order; headers: those of
-    each, in the same order. endless: streams go on until they are cancelled.
+    report: what the model `adapters` answers; to `layout` with the sites of SAVED_SITES, if there is no layout in it.
+    received: (model, inputs) of every request but those, in order; headers: those of each, in the same order. endless:
+    streams go on until they are cancelled.
     was_left_early: whether a client that had its last word left before the server had closed the stream.
     """
 
@@ -97,7 +102,11 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     def ModelInfer(self, request: Any, context: grpc.ServicerContext) -> Any:
         inputs = self._receive(request, context)
         if request.model_name == "adapters":
-            return self._report()
+            if json.loads(inputs["request"][0])["operation"] != "layout" or "layout" in self.report:
+                return self._report(self.report)
+            self.received.pop()
+            self.headers.pop()
+            return self._report({"layout": {"sites": asdict(SAVED_SITES)}})
         if error := self._error(inputs):
             context.abort(grpc.StatusCode.NOT_FOUND, error)
         is_upload = "text_input" not in inputs and "messages" not in inputs
@@ -141,9 +150,10 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             return None
         return f"[NOT_FOUND] LoRA task {task} not found in cache. Please send LoRA weights with request (request r1)"
 
-    def _report(self) -> Any:
+    @staticmethod
+    def _report(report: dict[str, Any]) -> Any:
         response = service_pb2.ModelInferResponse()
-        _add_string(response, "response", json.dumps(self.report))
+        _add_string(response, "response", json.dumps(report))
         return response
 
     def _response(self, inputs: dict[str, Any], text: str, *, is_final: bool) -> Any:

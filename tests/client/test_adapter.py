@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from multilora_client import Adapter, AdapterError, AdapterTensors, InvalidRequest
+from multilora_wire.adapter_origin import AdaptedLinear, AdapterOrigin
 
 CONFIG = np.array([[1, 0, 2, 0], [3, 1, 1, 0]], np.int32)
 
@@ -112,3 +113,38 @@ def test_the_digest_depends_on_every_part_of_the_content() -> None:
 def test_task_ids_are_unsigned_64_bit_numbers(lora_task_id: int, small_tensors: AdapterTensors) -> None:
     with pytest.raises(InvalidRequest, match=r"between 0 and 2\*\*64 - 1"):
         Adapter(lora_task_id, small_tensors)
+
+
+ORIGIN = AdapterOrigin(
+    (AdaptedLinear("model.layers.0.self_attn.q_proj", 1, 0, 2, 1), AdaptedLinear("v", 3, 1, 3, 4)), "acme/tiny"
+)
+
+
+def test_the_origin_is_saved_beside_the_rows_and_no_part_of_the_content(tmp_path: Path) -> None:
+    known, unknown = (AdapterTensors(WEIGHTS[0], CONFIG, "FP16", origin) for origin in (ORIGIN, None))
+
+    known.save(tmp_path)
+
+    loaded = AdapterTensors.load(tmp_path)
+    assert (loaded.origin, loaded.digest) == (ORIGIN, unknown.digest)
+    unknown.save(tmp_path)
+    assert AdapterTensors.load(tmp_path).origin is None
+
+
+def test_an_origin_of_other_rows_is_refused(tmp_path: Path) -> None:
+    AdapterTensors(WEIGHTS[0], CONFIG, "FP16", ORIGIN).save(tmp_path)
+    np.save(tmp_path / "model.lora_config.npy", CONFIG[::-1])
+    with pytest.raises(
+        AdapterError, match=r"model\.lora_origin\.json is of another adapter .*; convert again, or delete"
+    ):
+        AdapterTensors.load(tmp_path)
+    with pytest.raises(AdapterError, match="origin's linears must be those of config's rows"):
+        AdapterTensors(WEIGHTS[0], CONFIG[::-1], "FP16", ORIGIN)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"linears": [[]]}', b"[" * 100_000, b"\xff"])
+def test_an_origin_that_cannot_be_read_is_named(tmp_path: Path, content: bytes) -> None:
+    AdapterTensors(WEIGHTS[0], CONFIG, "FP16", ORIGIN).save(tmp_path)
+    (tmp_path / "model.lora_origin.json").write_bytes(content)
+    with pytest.raises(AdapterError, match=r"model\.lora_origin\.json is not readable"):
+        AdapterTensors.load(tmp_path)

@@ -6,16 +6,20 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from multilora_client import (
     ENSEMBLE,
     Adapter,
     AdapterConflict,
+    AdapterError,
     AdapterNotFound,
     AdapterTensors,
     Alternative,
@@ -32,9 +36,12 @@ from multilora_client import (
     MultiloraClientError,
     PromptTokens,
     Response,
+    convert_peft,
+    load_adapter,
     parse_error,
 )
 from multilora_client.tensors import flat_values
+from multilora_wire.sites import decoder_sites
 
 Handler = Callable[[InferRequest], Iterable[Response]]
 NOT_CACHED = "[NOT_FOUND] LoRA task 7 not found in cache. Please send LoRA weights with request (request r)"
@@ -144,6 +151,120 @@ def stream_prompt(client: Any) -> Chunk:
 
 both_prompts = pytest.mark.parametrize("ask_for_prompt", [generate_prompt, stream_prompt])
 both_ways = pytest.mark.parametrize("ask", [generate_text, stream_text])
+
+
+SIDES = {"hidden_size": 64, "q_size": 64, "kv_size": 32, "intermediate_size": 96}
+
+
+class SitesServer(Server):
+    """Tells its sites, and its name, as the server's model `adapters` does; or that it has no such model."""
+
+    def __init__(self, tells_sites: bool = True, **sides: int) -> None:
+        super().__init__()
+        self.sites = decoder_sites(3, **(SIDES | sides))
+        self.tells_sites = tells_sites
+
+    def __call__(self, request: InferRequest) -> Iterable[Response]:
+        if request.model != "adapters":
+            return super().__call__(request)
+        (text,) = values(request, "request")
+        self.events.append(json.loads(text)["operation"])
+        if not self.tells_sites:
+            raise parse_error("Request for unknown model: 'adapters' is not found", status="NOT_FOUND")
+        layout = {"layout": {"sites": asdict(self.sites), "version": 99}}
+        model = {"model": "tiny", "max_model_len": 64, "vocab_size": 512, "version": "1"}
+        return [Response({"response": [json.dumps(layout if self.events[-1] == "layout" else model)]})]
+
+
+@pytest.fixture
+def of_another_model(tmp_path: Path) -> Path:
+    """A random adapter of a Qwen 3 whose q has 48 inputs and 80 outputs, as many values as one of 64 and 64."""
+    config = Qwen3Config(
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=20,
+        vocab_size=512,
+    )
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    model = get_peft_model(Qwen3ForCausalLM(config), lora)
+    model.peft_config["default"].base_model_name_or_path = "acme/qwen"
+    model.save_pretrained(tmp_path / "peft")
+    return tmp_path / "peft"
+
+
+def upload(client: Any, **options: Any) -> str:
+    return client.upload(**options).text
+
+
+all_doors = pytest.mark.parametrize("ask", [generate_text, stream_text, upload])
+as_folder_or_files = pytest.mark.parametrize("is_converted", [False, True])
+
+
+def load(directory: Path, is_converted: bool) -> Adapter:
+    """The adapter of a folder of PEFT, or of the files that `multilora convert` makes of it."""
+    adapter = Adapter(7, convert_peft(directory, "float16"))
+    if is_converted:
+        adapter.tensors.save(directory.parent / "converted")
+        return load_adapter(directory.parent / "converted", 7)
+    return adapter
+
+
+@all_doors
+@as_folder_or_files
+@pytest.mark.parametrize("streams_tensors", [True, False])
+def test_an_adapter_of_another_model_is_not_sent(
+    make_client: Any, of_another_model: Path, ask: Any, is_converted: bool, streams_tensors: bool
+) -> None:
+    adapter = load(of_another_model, is_converted)
+    server = SitesServer()
+    with pytest.raises(AdapterError) as caught:
+        ask(make_client(server, streams_tensors=streams_tensors), adapter=adapter)
+    assert str(caught.value) == (
+        "the adapter was made for acme/qwen, not for tiny: model.layers.0.self_attn.q_proj has 48 inputs and 80 "
+        "outputs there, 64 inputs and 64 outputs here"
+    )
+    assert server.events == ["layout", "describe"]
+
+
+@all_doors
+@as_folder_or_files
+def test_an_adapter_of_the_servers_model_is_sent(
+    make_client: Any, of_another_model: Path, ask: Any, is_converted: bool
+) -> None:
+    adapter = load(of_another_model, is_converted)
+    server = SitesServer(hidden_size=48, q_size=80, kv_size=40)
+    client = make_client(server)
+    assert [ask(client, adapter=adapter), generate_text(client, adapter=adapter)] == ["adapted"] * 2
+    assert server.events == ["layout", "upload" if ask is upload else "weights", "id"]
+
+
+def test_the_sites_are_asked_for_each_time_that_weights_are_sent(make_client: Any, of_another_model: Path) -> None:
+    """A server that has forgotten the adapter may be another one, with another model."""
+    adapter = load(of_another_model, is_converted=False)
+    server = SitesServer(hidden_size=48, q_size=80, kv_size=40)
+    client = make_client(server)
+    generate_text(client, adapter=adapter)
+    server.adapters.clear()
+    server.sites = decoder_sites(3, **SIDES)
+    with pytest.raises(AdapterError, match="acme/qwen"):
+        generate_text(client, adapter=adapter)
+    assert server.events == ["layout", "weights", "id", "layout", "describe"]
+
+
+def test_a_server_that_cannot_tell_its_sites_gets_the_weights(make_client: Any, of_another_model: Path) -> None:
+    """Triton with TensorRT-LLM's backend has no model `adapters`."""
+    server = SitesServer(tells_sites=False)
+    assert generate_text(make_client(server), adapter=load(of_another_model, is_converted=False)) == "adapted"
+    assert server.events == ["layout", "weights"]
+
+
+def test_an_adapter_of_unknown_origin_is_sent_at_once(make_client: Any, adapter: Adapter) -> None:
+    server = SitesServer()
+    assert generate_text(make_client(server), adapter=adapter) == "adapted"
+    assert server.events == ["weights"]
 
 
 def test_tools_and_a_guide_travel_with_a_chat(make_client: Any) -> None:

@@ -24,6 +24,7 @@ from blake3 import blake3
 
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.layout import PackedAdapter, PackedRow
+from multilora_engine.lora_config import ADAPTER_RANK_LIMIT
 from multilora_kernels.adapter_quantization import quantize_a, quantize_b
 from multilora_wire.layout import ALIGNMENT_BYTES, AdapterLayout, num_values, round_up
 from multilora_wire.pieces import Piece, part_bounds
@@ -33,6 +34,8 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 ARENA_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 """The dtypes in which the kernels see the pages, by `lora_dtype`; pairs of codes of 4 bits are bytes."""
+
+_WRONG_MODEL = "The adapter was made for a model of other sizes, or the declared rank or module is wrong"
 
 _DIGEST_BYTES = 16
 _INTEGERS = {2: torch.uint16, 4: torch.uint32}
@@ -142,7 +145,8 @@ def _check_row(index: int, values: list[int], width: int, layout: AdapterLayout)
         raise InvalidRequest(f"{where}: Expected adapterSize to be > 0, it is {rank}")
     if rank > layout.max_rank:
         raise InvalidRequest(
-            f"{where}: Invalid low_rank ({rank}). low_rank must be <= max_lora_rank ({layout.max_rank})"
+            f"{where}: Invalid low_rank ({rank}). low_rank must be <= max_lora_rank ({layout.max_rank}); "
+            f"{_rank_advice(rank)}"
         )
     if len(values) == 4 and values[3] not in (0, 1):
         raise InvalidRequest(f"{where}: is_dora must be 0 or 1, it is {values[3]}")
@@ -151,10 +155,16 @@ def _check_row(index: int, values: list[int], width: int, layout: AdapterLayout)
     row = _WireRow(index, module, rank, is_dora, needed, layout.pieces(module, rank, is_dora))
     if needed > width:
         raise InvalidRequest(
-            f"{row}: lora_weights has to few values for {module.name}: rank x (in + out) is {rank} x "
-            f"({module.in_size} + {module.out_size}), {needed} values needed, the rows hold {width}"
+            f"{row}: lora_weights has to few values for {module.name}: its A is [{rank}, {module.in_size}] and its B "
+            f"[{module.out_size}, {rank}] here, {needed} values needed, the rows hold {width}. {_WRONG_MODEL}"
         )
     return row
+
+
+def _rank_advice(rank: int) -> str:
+    if rank <= ADAPTER_RANK_LIMIT:
+        return f"start the server with --set max_lora_rank={rank}"
+    return f"{ADAPTER_RANK_LIMIT} is the most that a server can be started with"
 
 
 def _check_module(where: str, module_id: int, layer: int, layout: AdapterLayout) -> WireModule:
@@ -245,7 +255,7 @@ def _check_rest(row: _WireRow, values: torch.Tensor, bits: npt.NDArray[Any]) -> 
     if bits[row.num_values :].max(initial=0) and values[row.num_values :].any():  # a zero may be negative
         raise InvalidRequest(
             f"{row}: lora_weights holds values other than zero beyond the {row.num_values} that its module and "
-            "rank account for; the declared rank or module is wrong"
+            f"rank account for. {_WRONG_MODEL}"
         )
 
 

@@ -19,7 +19,15 @@ from multilora_engine.errors import AdapterCacheFull, AdapterConflict, ConfigErr
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
-from multilora_wire.converted_files import CONFIG_FILE, STORED_BFLOAT16, WEIGHTS_FILE, BrokenFiles, read_rows
+from multilora_wire.adapter_origin import WrongBaseModel
+from multilora_wire.converted_files import (
+    CONFIG_FILE,
+    STORED_BFLOAT16,
+    WEIGHTS_FILE,
+    BrokenFiles,
+    read_origin,
+    read_rows,
+)
 from multilora_wire.layout import AdapterLayout
 
 _NUM_REPORTS = 10
@@ -51,18 +59,23 @@ def preload_adapters(directory: Path, loras: LoRAManager, layout: AdapterLayout)
             loras.put(lora_task_id, packed, origin="downloaded")
             loras.settle()
             num_loaded += 1
-        except (BrokenFiles, InvalidRequest, AdapterConflict, AdapterCacheFull) as error:
+        except (BrokenFiles, WrongBaseModel, InvalidRequest, AdapterConflict, AdapterCacheFull) as error:
             _logger.error("lora_prefetch_dir: %s is skipped: %s", folder.name, error)
         if index % max(1, len(folders) // _NUM_REPORTS) == 0:
             _logger.info("lora_prefetch_dir: %d of %d folders read", index, len(folders))
     _logger.info("lora_prefetch_dir: %d adapters loaded from %s", num_loaded, directory)
 
 
-def read_folder(folder: Path, root: Path, layout: AdapterLayout) -> PackedAdapter:
-    """The adapter of a folder below `root`; no link may lead out of there. Raises BrokenFiles or InvalidRequest."""
+def read_folder(folder: Path, root: Path, layout: AdapterLayout, model: str = "") -> PackedAdapter:
+    """The adapter of a folder below `root`; no link may lead out of there. model: the name of the base model.
+
+    Raises BrokenFiles, InvalidRequest, or WrongBaseModel.
+    """
     weights, config = read_rows(folder, root)
     if config.dtype not in (np.int32, np.int64):
         raise BrokenFiles(f"{CONFIG_FILE} holds {config.dtype}; int32 is expected")
+    if (origin := read_origin(folder, config, root)) is not None:
+        origin.check(layout.sites, model)
     return pack_adapter(_weights_tensor(weights), torch.from_numpy(config), layout)
 
 

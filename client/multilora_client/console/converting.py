@@ -1,8 +1,8 @@
 """Turns the files of a dropped adapter into wire tensors, in a process of its own that ends with its time.
 
 A PEFT configuration has regular expressions, which can take for ever, and its file can ask for much memory: neither may
-stop the console. As a program: `python -m multilora_client.console.converting IN OUT [BASE_MODEL]` writes the two files
-of the wire format into OUT, and to standard output a line of JSON for each piece of progress, or for its failure.
+stop the console. As a program: `python -m multilora_client.console.converting IN OUT [BASE_MODEL]` writes the files of
+the wire format into OUT, and to standard output a line of JSON for each piece of progress, or for its failure.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from multilora_client.adapter import AdapterTensors, is_converted
 from multilora_client.convert import convert_peft, load_adapter_tensors
 from multilora_client.errors import AdapterError, MultiloraClientError, TimedOut
 from multilora_client.peft_directory import PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE, is_peft
-from multilora_wire.converted_files import CONFIG_FILE, OLD_CONFIG_FILE, WEIGHTS_FILE
+from multilora_wire.converted_files import CONFIG_FILE, OLD_CONFIG_FILE, ORIGIN_FILE, WEIGHTS_FILE
 
-FILE_NAMES = frozenset({PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE, WEIGHTS_FILE, CONFIG_FILE, OLD_CONFIG_FILE})
+FILE_NAMES = frozenset({PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE, WEIGHTS_FILE, CONFIG_FILE, OLD_CONFIG_FILE, ORIGIN_FILE})
 """The only files of an adapter that are read, and so the only ones that are taken."""
 
 

@@ -15,6 +15,7 @@ from multilora_wire.messages import shortened
 _CLIENT_CLOSED_REQUEST = 499  # nginx's; HTTP itself has none
 _STATUS_OF_CODE: Mapping[str, int] = {
     "INVALID_ARG": 400,
+    "INVALID_ADAPTER": 400,
     "UNSUPPORTED": 400,
     "NOT_FOUND": 404,
     "ALREADY_EXISTS": 409,

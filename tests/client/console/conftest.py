@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from multilora_client.console.app import make_app
 from multilora_client.console.settings import ConsoleSettings
 from multilora_client.errors import Unauthenticated
 from multilora_client.tensors import flat_values
+
+from ..conftest import SAVED_SITES
 
 MODEL = {"model": "tiny", "max_model_len": 4096, "vocab_size": 11, "version": "1"}
 PAGE = {"X-Multilora-Console": "1"}
@@ -56,6 +59,7 @@ class Server:
         self.errors: dict[str | int, Exception] = {}
         self.reports: dict[str, dict[str, Any]] = {
             "describe": MODEL,
+            "layout": {"layout": {"sites": asdict(SAVED_SITES)}},
             "list": {"adapters": [adapter()]},
             "events": {"events": [], "last": 0, "num_missed": 0},
             "stats": {"tiers": {}},

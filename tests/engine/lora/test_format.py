@@ -172,7 +172,16 @@ def _config(*rows: list[int]) -> torch.Tensor:
         (torch.zeros(1, 900), _config([1, -1, 1]), "Expected layerId"),
         (torch.zeros(1, 900), _config([1, 0, 0]), "Expected adapterSize to be > 0, it is 0"),
         (torch.zeros(1, 900), _config([1, 0, -4]), "Expected adapterSize to be > 0"),
-        (torch.zeros(1, 9000), _config([1, 0, 17]), r"Invalid low_rank \(17\).*max_lora_rank \(16\)"),
+        (
+            torch.zeros(1, 9000),
+            _config([1, 0, 17]),
+            r"Invalid low_rank \(17\). low_rank must be <= max_lora_rank \(16\); .* --set max_lora_rank=17$",
+        ),
+        (
+            torch.zeros(1, 40000),
+            _config([1, 0, 512]),
+            r"low_rank \(512\).*max_lora_rank \(16\); 256 is the most that a server",
+        ),
         (torch.zeros(1, 900), _config([1, 0, 1, 2]), "is_dora must be 0 or 1, it is 2"),
         (torch.zeros(1, 63), _config([1, 0, 1]), r"has to few values for attn_q.* 64 values needed, the rows hold 63"),
         (torch.zeros(2, 900), _config([1, 0, 1], [1, 0, 2]), r"both adapt layers\.0\.self_attn\.q_proj; send"),

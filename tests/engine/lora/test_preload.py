@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,8 +18,10 @@ from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.preload import preload_adapters
+from multilora_wire.adapter_origin import AdaptedLinear, AdapterOrigin
 
 ROWS = [(1, 0, 4), (6, 2, 16)]
+SIDES = {1: (24, 40), 6: (56, 24)}
 BIG_ID = (1 << 64) - 1
 
 
@@ -46,6 +49,14 @@ def test_numbered_folders_become_adapters(tmp_path: Path, dtype: torch.dtype) ->
     manager = build_manager()
     preload_adapters(tmp_path, manager, TINY)
     assert {info.lora_task_id: info.digest for info in manager.describe()} == {t: digest(w) for t, w in wires.items()}
+
+
+def test_the_origin_that_our_converter_writes_beside_the_pair_is_read(tmp_path: Path) -> None:
+    wire = write_folder(tmp_path / "7")
+    _origin(tmp_path / "7")
+    manager = build_manager()
+    preload_adapters(tmp_path, manager, TINY)
+    assert manager.digest(7) == digest(wire)
 
 
 def test_old_artefacts_are_read(tmp_path: Path) -> None:
@@ -116,6 +127,18 @@ def _wrong_rank(folder: Path) -> None:
     np.save(folder / "model.lora_config.npy", np.array([[[1, 0, 99, 0], [6, 2, 16, 0]]], np.int32))
 
 
+def _origin(folder: Path, **changes: int) -> None:
+    linears = [AdaptedLinear(f"model.layers.{layer}", m, layer, *SIDES[m]) for m, layer, _ in ROWS]
+    changed = msgspec.structs.replace(linears[0], **changes)
+    (folder / "model.lora_origin.json").write_bytes(msgspec.json.encode(AdapterOrigin((changed, *linears[1:]), "acme")))
+
+
+def _link_of_the_origin(folder: Path) -> None:
+    _origin(folder)
+    (folder / "model.lora_origin.json").rename(folder.parent.parent / "origin.json")
+    (folder / "model.lora_origin.json").symlink_to(folder.parent.parent / "origin.json")
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -131,6 +154,14 @@ def _wrong_rank(folder: Path) -> None:
         (_doubles, "holds float64"),
         (_float_config, "holds float32; int32 is expected"),
         (_wrong_rank, "Invalid low_rank (99)"),
+        (
+            lambda folder: _origin(folder, in_size=40, out_size=24),
+            "made for acme, not for the model here: model.layers.0",
+        ),
+        (lambda folder: _origin(folder, module_id=2), "model.lora_origin.json is of another adapter"),
+        (lambda folder: (folder / "model.lora_origin.json").write_text("{}"), "model.lora_origin.json is not readable"),
+        (_link_of_the_origin, "model.lora_origin.json is a link out of the directory"),
+        (lambda folder: (folder / "model.lora_origin.json").symlink_to("x"), "model.lora_origin.json is missing"),
     ],
 )
 def test_a_broken_folder_is_reported_and_skipped(

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,13 @@ from multilora_client.adapter import AdapterTensors
 from multilora_client.base_weights import read_header
 from multilora_client.convert import convert_peft
 from multilora_client.errors import AdapterError
+from multilora_client.peft_directory import check_peft_directory
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.preload import read_folder
 from multilora_engine.lora.sources.source import PEFT_FILES, LocalAdapter, Unusable, choose_files
+from multilora_wire.adapter_origin import WrongBaseModel
 from multilora_wire.converted_files import BrokenFiles
 from multilora_wire.layout import AdapterLayout, num_values
 
@@ -43,12 +46,14 @@ def pack_directory(adapter: LocalAdapter, layout: AdapterLayout, base_model: Pat
     """Read, check and pack. base_model: the checkpoint, which DoRA's magnitudes refer to. Raises Unusable."""
     try:
         if choose_files(os.listdir(adapter.directory)) != PEFT_FILES:
-            return read_folder(adapter.directory, adapter.root, layout)
+            return read_folder(adapter.directory, adapter.root, layout, base_model.name)
         _check_patterns(adapter.directory / PEFT_FILES[0])
-        _check_shapes(adapter.directory / PEFT_FILES[1], layout)
-        tensors = convert_peft(adapter.directory, base_model=base_model)
+        shapes = _read_shapes(adapter.directory / PEFT_FILES[1], layout)
+        check_peft_directory(adapter.directory, layout.sites, base_model.name)
+        _check_sizes(shapes, layout)
+        tensors = convert_peft(adapter.directory, base_model=base_model, sites=layout.sites)
         return pack_adapter(_weights(tensors), torch.from_numpy(tensors.config), layout)
-    except (AdapterError, BrokenFiles, InvalidRequest, OSError, ValueError) as error:
+    except (AdapterError, BrokenFiles, WrongBaseModel, InvalidRequest, OSError, ValueError) as error:
         # The converter names files by their whole paths, which only the operator may see.
         text = str(error).replace(f"{adapter.directory}/", "").replace(str(base_model), "the base model")
         raise Unusable(text) from error
@@ -60,14 +65,22 @@ def _weights(tensors: AdapterTensors) -> torch.Tensor:
     return torch.from_numpy(tensors.weights)
 
 
-def _check_shapes(path: Path, layout: AdapterLayout) -> None:
-    """Check shapes before rows are laid out, all as wide as the widest: another model's rows could fill the memory."""
+def _read_shapes(path: Path, layout: AdapterLayout) -> dict[str, tuple[int, ...]]:
+    """The shapes of an adapter's tensors. Raises Unusable for more tensors than any adapter of this model has."""
     shapes = {key: tensor.shape for key, (tensor, _) in read_header(path).items()}
     if len(shapes) > (limit := _TENSORS_PER_ROW * layout.sites.num_columns):
         raise Unusable(f"{path.name} has {len(shapes)} tensors, an adapter of this model has {limit} at most")
+    return shapes
+
+
+def _check_sizes(shapes: Mapping[str, tuple[int, ...]], layout: AdapterLayout) -> None:
+    """Check sizes before rows are laid out, all as wide as the widest: one of a huge rank could fill the memory."""
     for key, shape in shapes.items():
         if math.prod(shape) > layout.largest_piece.num_values:
-            raise Unusable(f"{key[:200]} has shape {list(shape)}, larger than any matrix of an adapter of this model")
+            raise Unusable(
+                f"{key[:200]} has shape {list(shape)}, larger than any matrix of an adapter of this model with "
+                f"max_lora_rank {layout.max_rank}"
+            )
 
 
 def _check_patterns(path: Path) -> None:

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from multilora_client.peft_directory import PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE, describe_foreign
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.names import task_id_of
-from multilora_wire.converted_files import CONFIG_FILE, OLD_CONFIG_FILE, WEIGHTS_FILE
+from multilora_wire.converted_files import CONFIG_FILE, OLD_CONFIG_FILE, ORIGIN_FILE, WEIGHTS_FILE
 
-PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
+PEFT_FILES = (PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE)
 CONVERTED_FILES = (WEIGHTS_FILE, CONFIG_FILE)
 OLD_CONVERTED_FILES = (WEIGHTS_FILE, OLD_CONFIG_FILE)
-ALLOWED_FILES = tuple(dict.fromkeys((*PEFT_FILES, *CONVERTED_FILES, *OLD_CONVERTED_FILES)))
+ALLOWED_FILES = tuple(dict.fromkeys((*PEFT_FILES, *CONVERTED_FILES, *OLD_CONVERTED_FILES, ORIGIN_FILE)))
 
-_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _MAX_CONFIG_BYTES = 1 << 20
 
 
@@ -106,13 +106,13 @@ def choose_files(names: Collection[str]) -> tuple[str, ...]:
     """Which of the files of a directory are the adapter. Raises NotThere or Unusable."""
     if PEFT_FILES[1] in names and WEIGHTS_FILE in names:
         raise Unusable(f"it has {PEFT_FILES[1]} and {WEIGHTS_FILE}, which may differ; leave one of them")
-    for files in (CONVERTED_FILES, OLD_CONVERTED_FILES, PEFT_FILES):
+    for files in (CONVERTED_FILES, OLD_CONVERTED_FILES):
         if set(files) <= set(names):
-            return files
-    if pickles := [name for name in sorted(names) if name.startswith("adapter_model") and name.endswith(_PICKLES)]:
-        raise Unusable(
-            f"{pickles[0]} is a pickle, which can run code when it is read; save the adapter as {PEFT_FILES[1]}"
-        )
+            return (*files, ORIGIN_FILE) if ORIGIN_FILE in names else files
+    if set(PEFT_FILES) <= set(names):
+        return PEFT_FILES
+    if foreign := describe_foreign(names):
+        raise Unusable(foreign)
     if found := [name for name in ALLOWED_FILES if name in names]:
         raise Unusable(f"it has {' and '.join(found)} alone; {' and '.join(PEFT_FILES)} belong together")
     raise NotThere(f"it has no {' and '.join(PEFT_FILES)}")

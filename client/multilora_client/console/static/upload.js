@@ -6,7 +6,8 @@ import { bytes } from "./format.js";
 
 const PEFT = ["adapter_config.json", "adapter_model.safetensors"];
 const CONVERTED = [["model.lora_config.npy", "model.lora_weights.npy"], ["model.lora_keys.npy", "model.lora_weights.npy"]];
-const WANTED = new Set([...PEFT, ...CONVERTED.flat()]);
+const ORIGIN = "model.lora_origin.json"; // of our own converter, beside the pair
+const WANTED = new Set([...PEFT, ...CONVERTED.flat(), ORIGIN]);
 const MAX_DEPTH = 4;
 
 /** Files of a drop or a choice, as adapters: {folder, files}; a folder of one has its files in it. */
@@ -17,7 +18,9 @@ export function findAdapters(entries) {
   return [...folders].flatMap(([folder, inside]) => {
     const byName = new Map(inside.map(({ file }) => [file.name, file]));
     const names = [...CONVERTED, PEFT].find((wanted) => wanted.every((name) => byName.has(name)));
-    return names ? [{ folder, files: names.map((name) => byName.get(name)) }] : [];
+    if (!names) return [];
+    const wanted = names !== PEFT && byName.has(ORIGIN) ? [...names, ORIGIN] : names;
+    return [{ folder, files: wanted.map((name) => byName.get(name)) }];
   });
 }
 

@@ -12,9 +12,12 @@ from safetensors.torch import load_file, save_file
 from support.adapters import TINY
 from support.sources import NO_BASE, digest_of, save_adapter
 
+from multilora_client import convert_peft
 from multilora_engine.lora.sources.packing import largest_adapter_bytes, pack_directory
-from multilora_engine.lora.sources.source import LocalAdapter, Unusable
+from multilora_engine.lora.sources.source import LocalAdapter, Unusable, choose_files
 from multilora_wire.layout import num_values
+
+_A_KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
 def pack(folder: Path) -> str:
@@ -32,7 +35,11 @@ def _truncate(folder: Path) -> None:
 
 
 def _claim_4_gib(folder: Path) -> None:
-    header = json.dumps({"x": {"dtype": "F32", "shape": [1 << 30], "data_offsets": [0, 4 << 30]}}).encode()
+    tensors = {
+        _A_KEY: {"dtype": "F32", "shape": [1 << 30, 24], "data_offsets": [0, 96 << 30]},
+        _A_KEY.replace("lora_A", "lora_B"): {"dtype": "F32", "shape": [40, 1], "data_offsets": [96 << 30, 97 << 30]},
+    }
+    header = json.dumps(tensors).encode()
     (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
 
 
@@ -67,7 +74,21 @@ def _without_base(folder: Path) -> None:
 
 
 def _too_large(folder: Path) -> None:
-    save_file({"x": torch.zeros(TINY.largest_piece.num_values + 1)}, folder / "adapter_model.safetensors")
+    rank = TINY.largest_piece.num_values // 24 + 1
+    tensors = {_A_KEY: torch.zeros(rank, 24), _A_KEY.replace("lora_A", "lora_B"): torch.zeros(40, rank)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def _another_model(folder: Path) -> None:
+    """q of 40 inputs and 24 outputs has as many values as this model's, of 24 and 40."""
+    tensors = {_A_KEY: torch.ones(4, 40), _A_KEY.replace("lora_A", "lora_B"): torch.ones(24, 4)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    _edit(folder, base_model_name_or_path="acme/other")
+
+
+def _wider_model_untrained(folder: Path) -> None:
+    tensors = {_A_KEY: torch.ones(4, 48), _A_KEY.replace("lora_A", "lora_B"): torch.zeros(80, 4)}
+    save_file(tensors, folder / "adapter_model.safetensors")
 
 
 def _too_many(folder: Path) -> None:
@@ -79,15 +100,24 @@ def _too_many(folder: Path) -> None:
     ("damage", "reason"),
     [
         (_truncate, "adapter_model.safetensors is not a safetensors file"),
-        (_claim_4_gib, r"x has shape \[1073741824\], larger than any matrix"),
+        (_claim_4_gib, r"q_proj.lora_A.weight has shape \[1073741824, 24\], larger than any"),
         (_claim_a_long_header, "adapter_model.safetensors is not a safetensors file"),
         (_nest, "recursion"),
         (_not_a_number, "NaN"),
         (_long_layer, "layers|digits"),
-        (lambda folder: _edit(folder, bias="all"), "adapter_config.json: bias is 'all'; only 'none' is supported"),
+        (
+            _another_model,
+            "made for acme/other, not for base: model.layers.0.self_attn.q_proj has 40 inputs and 24 outputs there, "
+            "24 inputs and 40 outputs here",
+        ),
+        (
+            _wider_model_untrained,
+            "made for another base model, not for base: .*q_proj has 48 inputs and 80 outputs there",
+        ),
+        (lambda folder: _edit(folder, monteclora_config={"x": 1}), "adapter_config.json: monteclora_config is"),
         (lambda folder: _edit(folder, use_dora=True), "use_dora is True, but adapter_model.safetensors has no"),
         (_without_base, "self_attn.q_proj|mlp.down_proj|the base model"),
-        (_too_large, r"x has shape \[1793\], larger than any matrix"),
+        (_too_large, r"q_proj.lora_A.weight has shape \[75, 24\], larger than any matrix .* max_lora_rank 16"),
         (_too_many, "adapter_model.safetensors has 64 tensors, an adapter of this model has 63 at most"),
         (lambda folder: _edit(folder, r=17, rank_pattern={}), "rank (4|16), but adapter_config.json says 17"),
         (lambda folder: _edit(folder, rank_pattern={"(a+)+$": 4}), r"rank_pattern has the expression '\(a\+\)\+\$'"),
@@ -111,7 +141,7 @@ def test_a_rank_beyond_the_servers_is_refused(tmp_path: Path) -> None:
     prefix = "base_model.model.model.layers.0.self_attn.q_proj"
     save_file({f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}, folder / "adapter_model.safetensors")
     _edit(folder, r=17, rank_pattern={})
-    with pytest.raises(Unusable, match=r"Invalid low_rank \(17\). low_rank must be <= max_lora_rank \(16\)"):
+    with pytest.raises(Unusable, match=r"max_lora_rank \(16\); start the server with --set max_lora_rank=17$"):
         pack(folder)
 
 
@@ -126,3 +156,56 @@ def test_it_is_the_adapter_that_a_client_would_have_uploaded(tmp_path: Path) -> 
 def test_no_legal_adapter_is_too_large() -> None:
     values = sum(num_values(module, TINY.max_rank, True) for module in TINY.sites.plain_modules)
     assert largest_adapter_bytes(TINY) > 4 * values
+
+
+def converted(folder: Path, *names: str) -> Path:
+    """The files that our converter makes of the PEFT adapter in `folder`; only these, if names are given."""
+    target = folder.parent / "converted"
+    convert_peft(folder).save(target)
+    for path in target.iterdir():
+        if names and path.name not in names:
+            path.unlink()
+    return target
+
+
+@pytest.mark.parametrize("change", [_another_model, _wider_model_untrained])
+def test_converted_files_of_another_model_are_refused_by_our_converters_word(
+    tmp_path: Path, change: Callable[[Path], object]
+) -> None:
+    folder = save_adapter(tmp_path / "x", seed=7)
+    change(folder)
+    with pytest.raises(Unusable, match=r"not for base: .*q_proj has .* there, 24 inputs and 40 outputs here"):
+        pack(converted(folder))
+
+
+def test_converted_files_of_this_model_are_taken_with_and_without_their_origin(tmp_path: Path) -> None:
+    folder = save_adapter(tmp_path / "x", seed=7)
+    assert pack(converted(folder)) == digest_of(7)
+    assert pack(converted(folder, "model.lora_weights.npy", "model.lora_config.npy")) == digest_of(7)
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (["adapter_config.json", "adapters.safetensors"], "adapters.safetensors: MLX wrote this adapter.*transposed"),
+        (["adapter_config.json", "adapter_model.bin"], "adapter_model.bin is a pickle.*safe_serialization=True"),
+        (["adapter_0.pt", "adapter_config.json"], "adapter_0.pt is a pickle"),
+        (["adapter-f16.gguf"], "adapter-f16.gguf is llama.cpp's form; take the folder of PEFT"),
+        (["config.json", "model.safetensors"], "config.json belongs to the checkpoint of a whole model"),
+        (
+            ["lora.safetensors", "params.json"],
+            "lora.safetensors is not in PEFT's form, which is adapter_config.json with",
+        ),
+    ],
+)
+def test_other_tools_files_are_named_by_what_they_are(names: list[str], reason: str) -> None:
+    with pytest.raises(Unusable, match=reason):
+        choose_files(names)
+
+
+def test_an_origin_alone_is_no_adapter() -> None:
+    assert choose_files(["model.lora_weights.npy", "model.lora_keys.npy", "model.lora_origin.json"])[2:] == (
+        "model.lora_origin.json",
+    )
+    with pytest.raises(Unusable, match=r"it has model.lora_origin.json alone"):
+        choose_files(["model.lora_origin.json"])
