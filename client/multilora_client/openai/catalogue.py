@@ -74,10 +74,10 @@ class Catalogue:
             )
         return Access(self, caller, key if self.is_forwarding else "")
 
-    def model(self, name: str) -> Model:
-        """The model of this name. Raises Failure (404)."""
+    def model(self, name: str, param: str = "model") -> Model:
+        """The model of this name. Raises Failure (404). param: the field that has the name."""
         if name not in self.names:
-            raise Failure(404, f"there is no model {name!r}", "model_not_found", "model")
+            raise Failure(404, f"there is no model {name!r}", "model_not_found", param)
         return Model(name, self.adapters.get(name), name if name in self._loaded else None)
 
     def is_loaded(self, name: str) -> bool:
@@ -109,13 +109,16 @@ class Access:
         """The names of the catalogue that the caller may use."""
         return [name for name in self.catalogue.names if self._may_use(name)]
 
-    def model(self, name: str) -> Model:
-        """The model of this name. Raises Failure (404, 403), regardless of adapters beyond the catalogue."""
+    def model(self, name: str, param: str = "model") -> Model:
+        """The model of this name. Raises Failure (404, 403), regardless of adapters beyond the catalogue.
+
+        param: the field of the request that has the name.
+        """
         if not self._may_use(name):
-            raise Failure(403, f"this API key may not use model {name!r}", "model_not_allowed", "model")
+            raise Failure(403, f"this API key may not use model {name!r}", "model_not_allowed", param)
         if self.sees_the_server and name not in self.catalogue.names and is_plain_name(name):
             return Model(name, lora_name=name)
-        return self.catalogue.model(name)
+        return self.catalogue.model(name, param)
 
     @property
     def sees_the_server(self) -> bool:

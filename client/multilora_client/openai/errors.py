@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic_core import PydanticCustomError
@@ -29,6 +30,7 @@ _STATUS_OF_CODE: Mapping[str, int] = {
 _UNSUPPORTED = "unsupported_value"
 _INVALID = "invalid_value"
 _CONTEXT_LENGTH = "context_length_exceeded"
+_MAX_QUOTED = 60
 _TOO_MANY_TOKENS = re.compile(r"the prompt has (\d+) tokens and max_model_len is (\d+)")
 _TOO_MANY_BYTES = re.compile(r"has \d+ bytes and max_prompt_bytes is \d+")
 
@@ -60,22 +62,36 @@ def failure_of(error: MultiloraClientError) -> Failure:
     return Failure(_STATUS_OF_CODE.get(error.code, 500), message, error.code.lower(), headers=headers)
 
 
-def invalid_body(error: Mapping[str, Any], content_type: str) -> Failure:
-    """The first error that pydantic found in a body, at the path `loc`; `param` is the top-level field.
+def invalid_body(errors: Sequence[Mapping[str, Any]], body: object, content_type: str) -> Failure:
+    """The failure of a request in which pydantic found `errors`, in the words of the protocol.
 
-    content_type: the request's, "" for none; a body that is not declared as JSON is not read as JSON.
+    body: the JSON that was sent; pydantic tells places in it by names of our own types, too. `param` is the top-level
+    field. content_type: the request's, "" for none; a body that is not declared as JSON is not read as JSON.
     """
-    _, *parts = error["loc"]
+    error, parts, message = _reason(errors, body)
     context: Mapping[str, Any] = error.get("ctx", {})
     if error["type"] == "json_invalid":
-        return Failure(400, f"the body is not valid JSON: {context['error']} (character {parts[0]})", "invalid_json")
+        place = error["loc"][-1]
+        return Failure(400, f"the body is not valid JSON: {context['error']} (character {place})", "invalid_json")
     if not parts and error["type"] != _UNSUPPORTED and not _is_json(content_type):
         return Failure(415, _content_type_message(content_type), "unsupported_media_type")
-    path, param = ".".join(map(str, parts)), str(parts[0]) if parts else context.get("param")
+    path, param = ".".join(parts), parts[0] if parts else context.get("param")
     if error["type"] == "extra_forbidden":
         return Failure(400, f"{path} is not a parameter that this server knows", "unknown_parameter", param)
     code = _UNSUPPORTED if error["type"] == _UNSUPPORTED else _INVALID
-    return Failure(400, f"{path}: {error['msg']}" if path else error["msg"], code, param)
+    return Failure(400, f"{path}: {message}" if path else message, code, param)
+
+
+def reason_of(errors: Sequence[Mapping[str, Any]], body: object) -> tuple[str, str | None]:
+    """The words of an error that pydantic found in `body`, and the field of the request that it names."""
+    error, _, message = _reason([{**error, "loc": ("body", *error["loc"])} for error in errors], body)
+    return message, error.get("ctx", {}).get("param")
+
+
+def quoted(value: object) -> str:
+    """A value of a request as JSON, cut to a part of a line."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}..."
 
 
 def unsupported(message: str, param: str | None = None) -> PydanticCustomError:
@@ -106,3 +122,87 @@ def _content_type_message(content_type: str) -> str:
 def _is_json(content_type: str) -> bool:
     kind = content_type.partition(";")[0].strip().lower()
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+def _reason(errors: Sequence[Mapping[str, Any]], body: object) -> tuple[Mapping[str, Any], list[str], str]:
+    """The error to tell of, its path in the body, and its words.
+
+    A field of several types has an error for each: the error of the type that was sent goes deepest. Where the value is
+    of none of the types, the words name all of them.
+    """
+    placed = [(error, _path(error, body)) for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
+    error, path = max(placed, key=lambda each: (len(each[1]), each[0]["type"] not in _TYPE_WORDS))
+    if error["type"] in _TYPE_WORDS or error["type"] == "literal_error":
+        rivals = [each for each, its_path in placed if its_path == path]
+        kinds = [_kind(each) for each in rivals if each["type"] in _TYPE_WORDS or each["type"] == "literal_error"]
+        return error, path, f"must be {' or '.join(dict.fromkeys(kinds))}"
+    return error, path, _words(error)
+
+
+def _path(error: Mapping[str, Any], body: object) -> list[str]:
+    """The members of the body that lead to an error. Other parts of its place are names of types."""
+    source, *parts = error["loc"] or ("",)
+    if source != "body" or error["type"] == "json_invalid":
+        return [_shown(part) for part in parts if error["type"] != "json_invalid"]
+    path, value = [], body
+    for part in parts:
+        match value:
+            case dict() if part in value:
+                value = value[part]
+            case list() if isinstance(part, int) and part < len(value):
+                value = value[part]
+            case _:
+                continue
+        path.append(_shown(part))
+    if error["type"] == "missing" and parts:
+        path.append(_shown(parts[-1]))
+    return path
+
+
+def _shown(part: object) -> str:
+    return str(part)[:_MAX_QUOTED]
+
+
+_TYPE_WORDS: Mapping[str, str] = {
+    "string_type": "a string",
+    "string_unicode": "Unicode text",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+"""JSON's names of types, by pydantic's errors."""
+
+
+def _kind(error: Mapping[str, Any]) -> str:
+    return str(error["ctx"]["expected"]) if error["type"] == "literal_error" else _TYPE_WORDS[error["type"]]
+
+
+def _words(error: Mapping[str, Any]) -> str:
+    """The words of an error that is about more than a type. Those of our own validators stay as they are."""
+    context: Mapping[str, Any] = error.get("ctx", {})
+    match error["type"]:
+        case "missing":
+            return "is required"
+        case "string_too_short" | "too_short" if context["min_length"] == 1:
+            return "must not be empty"
+        case "string_too_long":
+            return f"must have at most {context['max_length']} characters"
+        case "too_long":
+            return f"must have at most {context['max_length']} items"
+        case "string_pattern_mismatch":
+            return f"must match {context['pattern']}"
+        case "greater_than":
+            return f"must be greater than {context['gt']}"
+        case "greater_than_equal":
+            return f"must be at least {context['ge']}"
+        case "less_than":
+            return f"must be less than {context['lt']}"
+        case "less_than_equal":
+            return f"must be at most {context['le']}"
+    return str(error["msg"])

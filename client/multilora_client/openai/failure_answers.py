@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -31,12 +28,6 @@ async def _answer(request: Request, error: Exception) -> Response:
     return failure_answer(_failure(request, error))
 
 
-def _reason(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The error to tell of. A field of several types has one for each: that of the type that was sent goes deepest."""
-    of_first = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
-    return max(of_first, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
-
-
 def _failure(request: Request, error: Exception) -> Failure:
     match error:
         case Failure():
@@ -44,7 +35,7 @@ def _failure(request: Request, error: Exception) -> Failure:
         case MultiloraClientError():
             return failure_of(error)
         case RequestValidationError():
-            return invalid_body(_reason(error.errors()), request.headers.get("content-type", ""))
+            return invalid_body(error.errors(), error.body, request.headers.get("content-type", ""))
         case HTTPException():
             return Failure(error.status_code, error.detail, "invalid_request")
         case RecursionError():

@@ -169,6 +169,27 @@ def test_a_model_name_picks_its_adapter(
         assert first["system_fingerprint"] == (None if task is None else "ab" * 32)
 
 
+@pytest.mark.parametrize("path", [CHAT_PATH, "/v1/completions"])
+def test_lora_path_names_the_adapter_of_the_model(front: TestClient, server: Any, path: str) -> None:
+    prompt = {"messages": CHAT["messages"]} if path == CHAT_PATH else {"prompt": "hi"}
+    for model, lora_path, task in (
+        ("pirate", "pirate", 7),
+        ("base", "poet", 8),
+        ("base", "base", None),
+        ("poet", None, 8),
+    ):
+        answer = front.post(path, json={"model": model, "lora_path": lora_path, **prompt})
+
+        assert answer.status_code == 200, answer.text
+        assert server.value("lora_task_id") == task
+    server.requests.clear()
+    for model, lora_path, status in (("pirate", "poet", 400), ("pirate", "base", 400), ("base", "/a/b", 404)):
+        error = front.post(path, json={"model": model, "lora_path": lora_path, **prompt})
+        assert (error.status_code, error.json()["error"]["param"]) == (status, "lora_path")
+    assert front.post(path, json={"model": "base", "lora_path": ["pirate"], **prompt}).status_code == 400
+    assert server.requests == []
+
+
 @both
 @pytest.mark.parametrize("model", ["Base", "nobody", ""])
 def test_an_unknown_model_is_never_the_base_model(

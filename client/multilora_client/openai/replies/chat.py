@@ -22,13 +22,14 @@ class ChatChoice(Choice):
     def whole(self, answer: Alternative, generation: Generation) -> Content:
         deltas = [*self._parser.feed(answer.text), *self._parser.finish()]
         text, calls = join_text(deltas), join_calls(deltas)
-        message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
+        content = text or None if calls or self._request.tool_use.is_forced else text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message["tool_calls"] = [call_body(call) for call in calls]
         return {"message": message, "logprobs": self._logprobs(answer)}
 
     def opening(self, first: Answer) -> Iterator[Content]:
-        yield {"delta": {"role": "assistant", "content": ""}}
+        yield {"delta": {"role": "assistant", "content": None if self._request.tool_use.is_forced else ""}}
 
     def pieces(self, chunk: Chunk) -> Iterator[Content]:
         logprobs = self._logprobs(chunk) if chunk.tokens else None

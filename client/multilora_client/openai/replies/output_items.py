@@ -99,9 +99,10 @@ class OutputItems:
             logprobs, self._logprobs = self._logprobs, []
             yield from self._open.add(text, logprobs)
 
-    def finish(self, status: str) -> Iterator[Event]:
-        """End the last item; an empty answer is an empty message. status: the item's, `completed` or `incomplete`."""
-        if self._open is None:
+    def finish(self, status: str, has_text: bool) -> Iterator[Event]:
+        """End the last item. status: the item's, `completed` or `incomplete`. has_text: whether the answer may be text;
+        then an empty one is an empty message."""
+        if self._open is None and has_text:
             yield from self._start(_Message(self._request_id, self._next))
         yield from self._end(status)
 

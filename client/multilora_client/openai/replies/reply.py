@@ -53,7 +53,7 @@ class Reply(ABC):
         self.usage = Usage()
         self._request = request
         self._num_choices = num_prompts * request.n
-        identity = request.request_id or request_id
+        identity = request.answer_id or request_id
         self._head = {"id": f"{self.id_prefix}-{identity}", "created": int(time.time()), "model": request.model}
 
     @abstractmethod

@@ -25,7 +25,9 @@ class ResponsesReply:
         """tool_format: how the model writes calls unless it is guided; None to leave them in the text."""
         self.usage = Usage()
         self._request = request
-        self._parser = request.chat().parser(tool_format)
+        chat = request.chat()
+        self._parser = chat.parser(tool_format)
+        self._has_text = not chat.tool_use.is_forced
         self._items = OutputItems(request_id)
         self._head = {"id": f"resp_{request_id}", "object": "response", "created_at": int(time.time())}
 
@@ -72,7 +74,7 @@ class ResponsesReply:
         if is_last:
             for delta in self._parser.finish():
                 yield from self._items.add(delta)
-            yield from self._items.finish(_status(part.finish_reason))
+            yield from self._items.finish(_status(part.finish_reason), self._has_text)
 
     def _logprobs(self, answer: Alternative | Answer) -> list[dict[str, Any]]:
         if not self._request.includes_logprobs:

@@ -12,6 +12,8 @@ from fastapi.responses import JSONResponse
 
 from multilora_client.generation import Chunk, Generation
 from multilora_client.openai.asking import Inquiry, traceparent_of, unless_gone
+from multilora_client.openai.catalogue import Access, Model
+from multilora_client.openai.errors import Failure, quoted
 from multilora_client.openai.front import Caller, OpenaiFront, TheFront
 from multilora_client.openai.questions import Question
 from multilora_client.openai.replies.chat import ChatReply
@@ -22,6 +24,7 @@ from multilora_client.openai.replies.usage import Usage
 from multilora_client.openai.schemas.chat import ChatRequest
 from multilora_client.openai.schemas.completion import CompletionRequest
 from multilora_client.openai.schemas.responses import ResponsesRequest
+from multilora_client.openai.schemas.sampling import Sampling
 from multilora_client.openai.tools.formats import TOOL_FORMATS
 
 router = APIRouter()
@@ -47,27 +50,40 @@ class _Reply(Protocol):
 
 @router.post("/v1/chat/completions", response_model=None)
 async def complete_chat(body: ChatRequest, request: Request, caller: Caller, front: TheFront) -> Response:
-    inquiry = _inquiry(body.model, request, caller, front)
+    inquiry = _inquiry(_model(body, caller, front), request, caller, front)
     reply = ChatReply(body, inquiry.request_id, TOOL_FORMATS.get(front.settings.tool_call_parser))
     return await _answer(body, inquiry, reply, request, front)
 
 
 @router.post("/v1/completions", response_model=None)
 async def complete(body: CompletionRequest, request: Request, caller: Caller, front: TheFront) -> Response:
-    inquiry = _inquiry(body.model, request, caller, front)
+    inquiry = _inquiry(_model(body, caller, front), request, caller, front)
     return await _answer(body, inquiry, CompletionReply(body, inquiry.request_id), request, front)
 
 
 @router.post("/v1/responses", response_model=None)
 async def respond(body: ResponsesRequest, request: Request, caller: Caller, front: TheFront) -> Response:
-    inquiry = _inquiry(body.model, request, caller, front)
+    inquiry = _inquiry(caller.model(body.model), request, caller, front)
     reply = ResponsesReply(body, inquiry.request_id, TOOL_FORMATS.get(front.settings.tool_call_parser))
     return await _answer(body, inquiry, reply, request, front)
 
 
-def _inquiry(model: str, request: Request, caller: Caller, front: OpenaiFront) -> Inquiry:
+def _model(body: Sampling, caller: Access, front: OpenaiFront) -> Model:
+    """The model that a request names. Of two names, one may be the base model's: `lora_path` then is an adapter of it.
+
+    Raises Failure (400) for two different adapters, and as `Access.model` does.
+    """
+    if body.lora_path in (None, body.model):
+        return caller.model(body.model)
+    if body.model != front.catalogue.base:
+        names = f"model is {quoted(body.model)} and lora_path is {quoted(body.lora_path)}"
+        raise Failure(400, f"{names}: they name two models", "invalid_value", "lora_path")
+    return caller.model(body.lora_path, "lora_path")
+
+
+def _inquiry(model: Model, request: Request, caller: Caller, front: OpenaiFront) -> Inquiry:
     name = front.name_of(caller, request.client.host if request.client else "")
-    return Inquiry(front.client_of(caller), caller.model(model), uuid.uuid4().hex, traceparent_of(request), name)
+    return Inquiry(front.client_of(caller), model, uuid.uuid4().hex, traceparent_of(request), name)
 
 
 async def _answer(asked: _Asked, inquiry: Inquiry, reply: _Reply, request: Request, front: OpenaiFront) -> Response:

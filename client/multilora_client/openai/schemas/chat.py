@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from multilora_client.openai.errors import invalid
+from multilora_client.openai.errors import invalid, quoted, unsupported
 from multilora_client.openai.questions import Question
-from multilora_client.openai.schemas.base import Strict, only
-from multilora_client.openai.schemas.guides import ResponseFormat, single_guide
+from multilora_client.openai.schemas.base import Strict, Told, only, refused
+from multilora_client.openai.schemas.guides import single_guide
 from multilora_client.openai.schemas.sampling import (
     MAX_TOP_LOGPROBS,
     UNLIMITED,
@@ -25,68 +25,117 @@ from multilora_client.openai.tools.use import ToolUse
 from multilora_client.options import GenerateOptions
 
 
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str
+def _text_type(kind: Any) -> Any:
+    if isinstance(kind, str) and kind not in ("text", "input_text", "output_text", "refusal"):
+        name = quoted(kind).replace('"', "")
+        raise unsupported(f"{name} is not supported: this server reads text")
+    return kind
 
 
-class ChatMessage(Strict):
+class TextPart(Told):
+    """A text of a message. `refusal` is the text of an answer by which a model refused."""
+
+    type: Annotated[Literal["text", "input_text", "output_text", "refusal"], BeforeValidator(_text_type)]
+    text: str = ""
+    refusal: str = ""
+
+    @model_validator(mode="after")
+    def _check_text(self) -> Self:
+        name = "refusal" if self.type == "refusal" else "text"
+        if self.model_fields_set - {"type"} != {name}:
+            raise invalid(f"a part of type {self.type} has {name}, and no other text")
+        return self
+
+    @property
+    def content(self) -> str:
+        return self.text or self.refusal
+
+
+class ChatMessage(Told):
     """One turn. `developer` is the name of `system` with newer models of OpenAI.
 
-    reasoning_content: vLLM's, for templates that show a model its earlier reasoning. SDKs send back the fields after it
-    from an answer; these say nothing to a model.
+    reasoning_content: for templates that show a model its earlier reasoning. vLLM's newer name for it is `reasoning`,
+    Ollama's `thinking`. refusal: the text of an answer that has no other. tool_name: Ollama's `name` of a tool.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] = ""
     name: str | None = None
+    tool_name: str | None = None
     tool_calls: list[CallOfMessage] = Field(default_factory=list)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
     refusal: str | None = None
-    annotations: list[Any] = Field(default_factory=list)
+    prefix: Annotated[bool, only(False)] = False
+    audio: Annotated[Any, refused("this server reads text")] = None
+    images: Annotated[list[Any] | None, only([])] = None
+    function_call: Annotated[Any, refused("write the call in tool_calls")] = None
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates know it: one text, and only the fields that were given."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        text = self.content if isinstance(self.content, str) else "".join(part.content for part in self.content)
+        text = text or self.refusal or ""
         role = "system" if self.role == "developer" else self.role
         calls = [call.for_template() for call in self.tool_calls]
         optional = {
-            "name": self.name,
+            "name": self.name or self.tool_name,
             "tool_calls": calls or None,
             "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content,
+            "reasoning_content": self.reasoning_content or self.reasoning or self.thinking,
         }
         return {"role": role, "content": text, **{key: value for key, value in optional.items() if value is not None}}
 
 
+Effort = Annotated[str, Field(max_length=100)]
+"""A word such as `low`."""
+
+
+class ReasoningEffort(Strict):
+    effort: Effort | None = None
+
+
 class ChatRequest(Sampling):
-    """`reasoning_effort` and `verbosity` go to the chat template, which gives them their meaning."""
+    """`reasoning_effort`, which OpenRouter and SGLang call `reasoning.effort`, and `verbosity` go to the chat template,
+    which gives them their meaning.
+    """
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, le=UNLIMITED)
     max_completion_tokens: int | None = Field(None, ge=1, le=UNLIMITED)
-    response_format: ResponseFormat = ResponseFormat(type="text")
     tools: Tools = Field(default_factory=list)
     tool_choice: ToolMode | NamedChoice | None = None
     parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     modalities: Annotated[list[str] | None, only(["text"])] = None
-    reasoning_effort: str | None = Field(None, max_length=100)
-    verbosity: str | None = Field(None, max_length=100)
+    reasoning_effort: Effort | None = None
+    reasoning: ReasoningEffort | None = None
+    verbosity: Effort | None = None
     metadata: dict[str, Any] | None = None
     store: Annotated[bool, only(False)] = False
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None  # makes OpenAI's answers faster, not different
+    functions: Annotated[list[Any] | None, only([])] = None  # `tools`, before there were any
+    function_call: Annotated[Any, only("none", "auto")] = None
 
     echo: Annotated[bool, only(False)] = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    documents: Annotated[list[Any] | None, only([])] = None  # chat_template_kwargs takes them, too
+
+    @model_validator(mode="after")
+    def _check_effort(self) -> Self:
+        asked = {self.reasoning_effort, self.reasoning and self.reasoning.effort} - {None}
+        if len(asked) > 1:
+            raise invalid("reasoning_effort and reasoning contradict each other", "reasoning_effort")
+        return self
 
     @model_validator(mode="after")
     def _check_max_tokens(self) -> Self:
@@ -117,7 +166,7 @@ class ChatRequest(Sampling):
 
     @model_validator(mode="after")
     def _check_guides(self) -> Self:
-        guides = self.guides()
+        guides = {name: guide for name, guide in self.guides().items() if name != "response_format"}
         if self.tool_use.is_forced and any(guides.values()):
             asked = next(name for name, guide in guides.items() if guide)
             raise invalid(f"{asked} and a tool_choice that forces a call contradict each other", asked)
@@ -143,7 +192,7 @@ class ChatRequest(Sampling):
         return self.tool_use.guide(self._answer_guide())
 
     def _answer_guide(self) -> GenerateOptions:
-        return single_guide({"response_format": self.response_format.guide(), **self.guides()})
+        return single_guide(self.guides())
 
     def questions(self) -> list[Question]:
         """The one question."""
@@ -162,5 +211,6 @@ class ChatRequest(Sampling):
         return [Question(None, chat | self.guide() | self.sampling() | told, tools_told)]
 
     def _template_values(self) -> dict[str, Any]:
-        named = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        effort = self.reasoning_effort or (self.reasoning and self.reasoning.effort)
+        named = {"reasoning_effort": effort, "verbosity": self.verbosity}
         return {key: value for key, value in named.items() if value is not None} | self.chat_template_kwargs

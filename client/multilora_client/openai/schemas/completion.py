@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from multilora_client.openai.errors import invalid, unsupported
+from multilora_client.openai.errors import invalid
 from multilora_client.openai.questions import Question
 from multilora_client.openai.schemas.base import TokenIds, only
 from multilora_client.openai.schemas.guides import single_guide
@@ -17,28 +17,27 @@ _MAX_TOKENS = 16  # OpenAI's default
 _MAX_CHOICES = 2048  # of all prompts together
 
 Prompt = str | TokenIds
+_SINGLE: TypeAdapter[Prompt] = TypeAdapter(Prompt, config=ConfigDict(strict=True))
 
 
-def _listed(prompt: Any) -> Any:
-    """A single prompt as a list of one."""
-    is_list_of_prompts = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-    return prompt if is_list_of_prompts else [prompt]
+def _listed(given: Any) -> list[Prompt]:
+    """The prompts. Raises PydanticCustomError in words of its own, since each of the four forms would complain."""
+    prompts = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+    try:
+        return [_SINGLE.validate_python(prompt) for prompt in prompts]
+    except ValidationError:
+        raise invalid(
+            "must be a text, a list of texts, a list of token ids, or a list of such lists, and no list may be empty"
+        ) from None
 
 
 class CompletionRequest(Sampling):
     """prompt: one or several, each a text or token ids. Choice i of prompt p has the index p * n + i."""
 
     prompt: Annotated[list[Prompt], BeforeValidator(_listed), Field(max_length=_MAX_CHOICES)]
-    best_of: int | None = None
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     suffix: Annotated[str, only("")] = ""
-
-    @model_validator(mode="after")
-    def _check_best_of(self) -> Self:
-        if self.best_of not in (None, self.n):
-            raise unsupported(f"best_of {self.best_of} is not supported with n {self.n}, only the same", "best_of")
-        return self
 
     @model_validator(mode="after")
     def _check_choices(self) -> Self:

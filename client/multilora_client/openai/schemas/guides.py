@@ -1,25 +1,44 @@
-"""The form that an answer must have, in the four ways that clients ask for it."""
+"""The form that an answer must have, in each way that clients of OpenAI, vLLM and SGLang ask for it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from multilora_client.openai.errors import invalid
-from multilora_client.openai.schemas.base import Strict
+from multilora_client.openai.schemas.base import Strict, only
+from multilora_client.openai.tools.guide import strict_schema
 from multilora_client.options import GenerateOptions
 
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1000)]
-JsonGuide = dict[str, Any] | str
+
+
+def _check_json(text: str) -> str:
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise invalid(f"is not JSON: {error}") from None
+    if not isinstance(schema, dict | bool):
+        raise invalid("must be a JSON schema, which is an object")
+    return text
+
+
+JsonGuide = dict[str, Any] | Annotated[str, AfterValidator(_check_json)]
 
 
 class JsonSchema(Strict):
+    """strict: as OpenAI has it, objects have no properties but those that the schema names."""
+
     name: str = "schema"
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool = True
+    strict: bool = False
+
+    def guide(self) -> GenerateOptions:
+        return json_schema_guide(strict_schema(self.schema_) if self.strict else self.schema_)
 
 
 class ResponseFormat(Strict):
@@ -36,7 +55,7 @@ class ResponseFormat(Strict):
 
     def guide(self) -> GenerateOptions:
         if self.json_schema is not None:
-            return json_schema_guide(self.json_schema.schema_)
+            return self.json_schema.guide()
         return json_object_guide() if self.type == "json_object" else GenerateOptions()
 
 
@@ -48,17 +67,25 @@ class StructuredOutputs(Strict):
     choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_fallback: bool = False  # from one library to another: there is one
+    disable_any_whitespace: Annotated[bool, only(False)] = False
+    disable_additional_properties: Annotated[bool, only(False)] = False
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:
-        if len(self.model_fields_set) > 1:
-            raise invalid(f"{' and '.join(sorted(self.model_fields_set))} contradict each other; give one of them")
+        self.guide()
         return self
 
     def guide(self) -> GenerateOptions:
-        if self.json_object:
-            return json_object_guide()
-        return guide_of(self.json_, self.regex, self.choice, self.grammar)
+        return single_guide(
+            {
+                "json": guide_of(self.json_, None, None, None),
+                "regex": guide_of(None, self.regex, None, None),
+                "choice": guide_of(None, None, self.choice, None),
+                "grammar": guide_of(None, None, None, self.grammar),
+                "json_object": json_object_guide() if self.json_object else GenerateOptions(),
+            }
+        )
 
 
 def guide_of(
@@ -74,7 +101,7 @@ def guide_of(
     return GenerateOptions() if grammar is None else GenerateOptions(guide_type="ebnf_grammar", guide=grammar)
 
 
-def json_schema_guide(schema: JsonGuide) -> GenerateOptions:
+def json_schema_guide(schema: Mapping[str, Any] | str) -> GenerateOptions:
     """schema: an object, or its JSON."""
     text = schema if isinstance(schema, str) else json.dumps(schema)
     return GenerateOptions(guide_type="json_schema", guide=text)
@@ -86,13 +113,19 @@ def json_object_guide() -> GenerateOptions:
 
 
 def single_guide(guides: dict[str, GenerateOptions]) -> GenerateOptions:
-    """The one guide that a request's fields ask for. Raises PydanticCustomError when there are several."""
+    """The one guide that a request's fields ask for. Raises PydanticCustomError when they ask for different ones."""
     asked = {name: guide for name, guide in guides.items() if guide}
-    if len(asked) > 1:
+    if len({(guide.get("guide_type"), _plain(guide)) for guide in asked.values()}) > 1:
         raise invalid(f"{' and '.join(asked)} contradict each other; give one of them", next(iter(asked)))
     return next(iter(asked.values()), GenerateOptions())
 
 
+def _plain(guide: GenerateOptions) -> str:
+    """The text of a guide, in which schemas differ by no more than their values and the order of their members."""
+    text = guide.get("guide") or ""
+    return json.dumps(json.loads(text)) if guide.get("guide_type") == "json_schema" else text
+
+
 def _quoted(text: str) -> str:
-    """A string of a Lark grammar, whose escapes are JSON's."""
-    return json.dumps(text, ensure_ascii=False)
+    """A string of a Lark grammar, whose escapes are JSON's. Its lexer takes no control character as it stands."""
+    return json.dumps(text)

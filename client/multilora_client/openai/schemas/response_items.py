@@ -5,85 +5,101 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from multilora_client.openai.schemas.base import Strict
-from multilora_client.openai.schemas.chat import ChatMessage
+from multilora_client.openai.errors import invalid, quoted, unsupported
+from multilora_client.openai.schemas.base import Told
+from multilora_client.openai.schemas.chat import ChatMessage, TextPart
 from multilora_client.openai.schemas.tools import CallOfMessage, FunctionCall
 
-
-class InputText(Strict):
-    """The text of a user, or of an answer that is sent back; its other fields say nothing to a model."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-    annotations: list[Any] = Field(default_factory=list)
-    logprobs: list[Any] = Field(default_factory=list)
+_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 
 
-class MessageItem(Strict):
+class MessageItem(Told):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputText]
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
-
-    @property
-    def text(self) -> str:
-        return _text_of(self.content)
+    content: str | list[TextPart]
 
 
-class CallItem(Strict):
+class CallItem(Told):
     """arguments: JSON, as a string."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    id: str | None = None
-    status: str | None = None
 
     def for_chat(self) -> CallOfMessage:
         return CallOfMessage(id=self.call_id, function=FunctionCall(name=self.name, arguments=self.arguments))
 
 
-class CallOutputItem(Strict):
+class CallOutputItem(Told):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[InputText]
-    id: str | None = None
-    status: str | None = None
+    output: str | list[TextPart]
+    name: str | None = None
+
+
+class ReasoningText(Told):
+    type: Literal["reasoning_text", "text"]
+    text: str
+
+
+class ReasoningItem(Told):
+    """Reasoning ahead of an answer. Its summary is for people; what is encrypted, other servers read."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningText] = Field(default_factory=list)
+    summary: list[Any] = Field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content)
 
 
 def _type_of(item: Any) -> Any:
     """A message may leave its type out."""
-    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return item.get("type") or "message" if isinstance(item, dict) else getattr(item, "type", None)
+
+
+def _check_type(item: Any) -> Any:
+    kind = _type_of(item)
+    if kind is None:
+        raise invalid("must be an object")
+    if kind not in _TYPES:
+        raise unsupported(f"type {quoted(kind)} is not supported, only {', '.join(_TYPES)}")
+    return item
 
 
 InputItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
-    | Annotated[CallOutputItem, Tag("function_call_output")],
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(_type_of),
+    BeforeValidator(_check_type),
 ]
 
 
-def messages_of(items: Sequence[MessageItem | CallItem | CallOutputItem]) -> list[ChatMessage]:
-    """The conversation as a chat, where calls are part of the assistant's turn."""
+def messages_of(items: Sequence[MessageItem | CallItem | CallOutputItem | ReasoningItem]) -> list[ChatMessage]:
+    """The conversation as a chat, where reasoning and calls are parts of the assistant's turn."""
     messages: list[ChatMessage] = []
+    reasoning = ""
     for item in items:
         match item:
             case MessageItem():
-                messages.append(ChatMessage(role=item.role, content=item.text))
+                messages.append(ChatMessage(role=item.role, content=item.content))
             case CallOutputItem():
-                messages.append(ChatMessage(role="tool", content=_text_of(item.output), tool_call_id=item.call_id))
+                told = ChatMessage(role="tool", content=item.output, tool_call_id=item.call_id, name=item.name)
+                messages.append(told)
             case CallItem():
                 if not messages or messages[-1].role != "assistant":
                     messages.append(ChatMessage(role="assistant"))
                 messages[-1].tool_calls.append(item.for_chat())
+            case ReasoningItem():
+                reasoning += item.text
+                continue
+        if reasoning and messages[-1].role == "assistant":
+            messages[-1].reasoning_content = reasoning
+        reasoning = ""
     return messages
-
-
-def _text_of(content: str | list[InputText]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -6,14 +6,22 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from multilora_client.openai.errors import invalid
+from multilora_client.openai.errors import invalid, reason_of
 from multilora_client.openai.questions import Question
 from multilora_client.openai.schemas.base import ModelName, Strict, only, refused
-from multilora_client.openai.schemas.chat import ChatMessage, ChatRequest
+from multilora_client.openai.schemas.chat import ChatMessage, ChatRequest, Effort
 from multilora_client.openai.schemas.guides import JsonSchema, ResponseFormat
 from multilora_client.openai.schemas.response_items import InputItem, messages_of
 from multilora_client.openai.schemas.sampling import MAX_TOP_LOGPROBS, UNLIMITED, TokenChoice
-from multilora_client.openai.schemas.tools import Function, FunctionChoice, FunctionName, NamedChoice, Tool, ToolMode
+from multilora_client.openai.schemas.tools import (
+    MAX_TOOLS,
+    Function,
+    FunctionChoice,
+    FunctionName,
+    NamedChoice,
+    Tool,
+    ToolMode,
+)
 
 _NO_STORE = "this server keeps no responses; send the whole conversation as input"
 
@@ -37,7 +45,7 @@ class TextFormat(Strict):
     name: str = "schema"
     description: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool = True
+    strict: bool = False
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
@@ -46,25 +54,40 @@ class TextFormat(Strict):
         return self
 
     def for_chat(self) -> ResponseFormat:
-        schema = None if self.schema_ is None else JsonSchema(schema=self.schema_)
+        schema = None if self.schema_ is None else JsonSchema(schema=self.schema_, strict=self.strict)
         return ResponseFormat(type=self.type, json_schema=schema)
 
 
 class TextOptions(Strict):
     format: TextFormat = TextFormat(type="text")
-    verbosity: str | None = None
+    verbosity: Effort | None = None
 
 
 class Reasoning(Strict):
-    """effort: goes to the chat template. The others are about summaries, of which there are none."""
+    """effort: goes to the chat template. summary, generate_summary: there are none."""
 
-    effort: str | None = None
+    effort: Effort | None = None
     summary: str | None = None
     generate_summary: str | None = None
+    context: Annotated[str | None, only("auto")] = None
+    mode: Annotated[str | None, only("standard")] = None
 
 
 class ResponsesStreamOptions(Strict):
     include_obfuscation: bool = False  # concerns OpenAI's network packets; the answer is the same
+
+
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+"""But for the first, they belong to parts that no answer of this server has."""
 
 
 class ResponsesRequest(TokenChoice):
@@ -75,11 +98,11 @@ class ResponsesRequest(TokenChoice):
     stream_options: ResponsesStreamOptions | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=UNLIMITED)
     text: TextOptions = TextOptions()
-    tools: list[FunctionTool] = Field(default_factory=list)
+    tools: list[FunctionTool] = Field(default_factory=list, max_length=MAX_TOOLS)
     tool_choice: ToolMode | FunctionToolChoice = "auto"
     parallel_tool_calls: bool = True
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
+    include: list[Included] = Field(default_factory=list)
     reasoning: Reasoning = Reasoning()
     truncation: Annotated[str, only("disabled")] = "disabled"
     store: Annotated[bool, only(False)] = False
@@ -93,6 +116,8 @@ class ResponsesRequest(TokenChoice):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    context_management: Annotated[list[Any] | None, only([])] = None
     max_tool_calls: int | None = Field(None, ge=1)  # limits tools that a server calls; here the client calls them
 
     @model_validator(mode="after")
@@ -100,8 +125,7 @@ class ResponsesRequest(TokenChoice):
         try:
             self.chat()
         except ValidationError as error:
-            first = error.errors()[0]
-            raise invalid(first["msg"], first.get("ctx", {}).get("param")) from None
+            raise invalid(*reason_of(error.errors(), None)) from None
         return self
 
     @property
@@ -134,7 +158,10 @@ class ResponsesRequest(TokenChoice):
         told = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
         if isinstance(self.input, str):
             return [*told, ChatMessage(role="user", content=self.input)]
-        return told + messages_of(self.input)
+        told += messages_of(self.input)
+        if not told:
+            raise invalid("input: has no message", "input")
+        return told
 
     def _tool_choice(self) -> ToolMode | NamedChoice:
         if isinstance(self.tool_choice, FunctionToolChoice):

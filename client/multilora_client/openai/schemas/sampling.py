@@ -7,8 +7,8 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from multilora_client.openai.errors import invalid, unsupported
-from multilora_client.openai.schemas.base import ModelName, Strict, only
-from multilora_client.openai.schemas.guides import Choices, JsonGuide, StructuredOutputs, guide_of
+from multilora_client.openai.schemas.base import ModelName, Strict, TokenId, only
+from multilora_client.openai.schemas.guides import Choices, JsonGuide, ResponseFormat, StructuredOutputs, guide_of
 from multilora_client.options import GenerateOptions
 
 UNLIMITED = 2**31 - 1  # the server ends an answer where the context does
@@ -24,6 +24,9 @@ StopWords = Annotated[list[StopWord], Field(max_length=_MAX_STOP_WORDS)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+
+RequestId = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class StreamOptions(Strict):
@@ -50,7 +53,7 @@ class TokenChoice(Strict):
     repetition_penalty: float | None = Field(None, gt=0)
     min_tokens: int | None = Field(None, ge=0, le=UNLIMITED)
     ignore_eos: bool = False
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     bad_words: StopWords = Field(default_factory=list)
     priority: Priority | None = None
@@ -61,27 +64,56 @@ class TokenChoice(Strict):
 
 
 class Sampling(TokenChoice):
-    """The further fields of chats and completions; again OpenAI's parameters first."""
+    """The further fields of chats and completions: OpenAI's parameters first, then vLLM's and SGLang's, then fields by
+    which both ask for what this server does anyway, or does not do: every other value is refused.
+    """
 
     model: ModelName
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=0, le=UNLIMITED)
     n: int = Field(1, ge=1, le=_MAX_CHOICES)
+    best_of: int | None = None
+    response_format: ResponseFormat = ResponseFormat(type="text")
     user: str | None = None
 
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=UNLIMITED)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     return_tokens_as_token_ids: bool = False
-    request_id: str | None = Field(None, min_length=1, max_length=200)
-    skip_special_tokens: Annotated[bool, only(True)] = True
-    spaces_between_special_tokens: bool = True  # between tokens that are left out
+    request_id: RequestId | None = None
+    rid: RequestId | None = None  # SGLang's request_id
+    lora_path: ModelName | None = None  # SGLang's name of an adapter
     guided_json: JsonGuide | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
-    guided_decoding_backend: str | None = None  # which library obeys the guide, not the guide
     structured_outputs: StructuredOutputs | None = None
+    json_schema: JsonGuide | None = None  # this and the next two: SGLang's
+    regex: str | None = None
+    ebnf: str | None = None
+    no_stop_trim: bool = False  # SGLang's include_stop_str_in_output
+
+    skip_special_tokens: Annotated[bool, only(True)] = True
+    spaces_between_special_tokens: bool = True  # between tokens that are left out
+    detokenize: Annotated[bool, only(True)] = True
+    use_beam_search: Annotated[bool, only(False)] = False
+    length_penalty: Annotated[float, only(1.0)] = 1.0
+    early_stopping: Annotated[bool, only(False)] = False
+    guided_decoding_backend: str | None = None  # which library obeys the guide, not the guide
+    include_reasoning: bool = True  # these three: where a server tells reasoning from text
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
+    mm_processor_kwargs: Annotated[dict[str, Any] | None, only({})] = None
+    logits_processors: Annotated[list[Any] | None, only([])] = None
+    vllm_xargs: Annotated[dict[str, Any] | None, only({})] = None
+    custom_params: Annotated[dict[str, Any] | None, only({})] = None
+    custom_labels: dict[str, str] | None = None  # of SGLang's metrics
+    return_token_ids: Annotated[bool, only(False)] = False
+    return_prompt_token_ids: Annotated[bool, only(False)] = False
+    return_hidden_states: Annotated[bool, only(False)] = False
+    return_routed_experts: Annotated[bool, only(False)] = False
+    return_cached_tokens_details: Annotated[bool, only(False)] = False
+    return_meta_info: Annotated[bool, only(False)] = False
 
     @property
     def includes_usage(self) -> bool:
@@ -103,13 +135,36 @@ class Sampling(TokenChoice):
             raise unsupported("prompt_logprobs is not supported with stream", "prompt_logprobs")
         return self
 
+    @model_validator(mode="after")
+    def _check_best_of(self) -> Self:
+        if self.best_of not in (None, self.n):
+            raise unsupported(
+                f"best_of must be n ({self.n}): this server chooses no best of several answers", "best_of"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_request_id(self) -> Self:
+        if self.request_id and self.rid and self.request_id != self.rid:
+            raise invalid("request_id and rid contradict each other", "request_id")
+        return self
+
+    @property
+    def answer_id(self) -> str | None:
+        """The id that the client chose for the answer."""
+        return self.request_id or self.rid
+
     def guides(self) -> dict[str, GenerateOptions]:
-        """The guides that vLLM's fields ask for, by the field."""
+        """The guides that the request's fields ask for, by the field."""
         return {
+            "response_format": self.response_format.guide(),
             "guided_json": guide_of(self.guided_json, None, None, None),
             "guided_regex": guide_of(None, self.guided_regex, None, None),
             "guided_choice": guide_of(None, None, self.guided_choice, None),
             "guided_grammar": guide_of(None, None, None, self.guided_grammar),
+            "json_schema": guide_of(self.json_schema, None, None, None),
+            "regex": guide_of(None, self.regex, None, None),
+            "ebnf": guide_of(None, None, None, self.ebnf),
             "structured_outputs": self.structured_outputs.guide() if self.structured_outputs else GenerateOptions(),
         }
 
@@ -131,7 +186,7 @@ class Sampling(TokenChoice):
             stop_words=[self.stop] if isinstance(self.stop, str) else self.stop,
             bad_words=[spelling for word in self.bad_words for spelling in _spellings(word)],
             stop_token_ids=self.stop_token_ids,
-            include_stop_str_in_output=self.include_stop_str_in_output or None,
+            include_stop_str_in_output=self.include_stop_str_in_output or self.no_stop_trim or None,
             end_id=_NO_END if self.ignore_eos else None,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             priority=self.priority,

@@ -8,16 +8,17 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from multilora_client.openai.errors import invalid
-from multilora_client.openai.schemas.base import Strict
+from multilora_client.openai.schemas.base import Strict, Told
+from multilora_client.openai.tools.guide import arguments_schema
 from multilora_client.openai.tools.use import ToolUse
 
-_MAX_TOOLS = 128  # OpenAI's limit
+MAX_TOOLS = 128  # OpenAI's limit
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 ToolMode = Literal["none", "auto", "required"]
 
 
-class Function(Strict):
+class Function(Told):
     """A function, whose other fields go to the chat template, too."""
 
     model_config = ConfigDict(extra="allow")
@@ -28,7 +29,7 @@ class Function(Strict):
     strict: bool | None = None
 
 
-class Tool(Strict):
+class Tool(Told):
     type: Literal["function"]
     function: Function
 
@@ -37,11 +38,11 @@ class Tool(Strict):
         return self.model_dump(exclude_unset=True)
 
 
-Tools = Annotated[list[Tool], Field(max_length=_MAX_TOOLS)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 
 
 class FunctionChoice(Strict):
-    name: str
+    name: FunctionName
 
 
 class NamedChoice(Strict):
@@ -49,14 +50,14 @@ class NamedChoice(Strict):
     function: FunctionChoice
 
 
-class FunctionCall(Strict):
-    """arguments: JSON, as a string."""
+class FunctionCall(Told):
+    """arguments: JSON, as a string; Ollama has the object itself."""
 
     name: str
-    arguments: str = ""
+    arguments: str | dict[str, Any] = ""
 
 
-class CallOfMessage(Strict):
+class CallOfMessage(Told):
     """A call in an assistant's message."""
 
     id: str | None = None
@@ -71,7 +72,9 @@ class CallOfMessage(Strict):
 
 def tool_use(tools: list[Tool], choice: ToolMode | NamedChoice | None, is_parallel: bool) -> ToolUse:
     """choice: None for `auto` where there are tools. Raises PydanticCustomError for a choice that is none of them."""
-    functions = {tool.function.name: tool.function.parameters for tool in tools}
+    functions = {
+        tool.function.name: arguments_schema(tool.function.parameters, tool.function.strict or False) for tool in tools
+    }
     if len(functions) < len(tools):
         raise invalid("two of the tools have the same name", "tools")
     max_calls = None if is_parallel else 1
@@ -84,9 +87,9 @@ def tool_use(tools: list[Tool], choice: ToolMode | NamedChoice | None, is_parall
     return ToolUse(functions, (choice or "auto") if tools else "none", max_calls=max_calls)
 
 
-def _read_arguments(text: str) -> Any:
+def _read_arguments(arguments: str | dict[str, Any]) -> Any:
     """The arguments as JSON values; the model's own text where it is no JSON."""
     try:
-        return json.loads(text) if text else {}
+        return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except ValueError:
-        return text
+        return arguments

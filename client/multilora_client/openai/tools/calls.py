@@ -78,6 +78,23 @@ class NamedCall:
         yield from ()
 
 
+class CallsOnly:
+    """An AnswerParser for an answer that has to be calls. What is no call is a piece of one that was cut: no text."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self._parser = parser
+
+    @property
+    def num_calls(self) -> int:
+        return self._parser.num_calls
+
+    def feed(self, text: str) -> Iterator[Delta]:
+        return _calls_of(self._parser.feed(text))
+
+    def finish(self) -> Iterator[Delta]:
+        return _calls_of(self._parser.finish())
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """A call as a whole."""
@@ -101,6 +118,10 @@ def join_calls(deltas: Iterable[Delta]) -> list[ToolCall]:
             case CallDelta(index, arguments):
                 calls[index] = ToolCall(calls[index].call_id, calls[index].name, calls[index].arguments + arguments)
     return calls
+
+
+def _calls_of(deltas: Iterable[Delta]) -> Iterator[Delta]:
+    return (delta for delta in deltas if isinstance(delta, CallDelta))
 
 
 def new_call_id() -> str:

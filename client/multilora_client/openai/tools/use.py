@@ -7,34 +7,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from multilora_client.openai.tools.calls import AnswerParser, NamedCall, PlainText
+from multilora_client.openai.tools.calls import AnswerParser, CallsOnly, NamedCall, PlainText
 from multilora_client.openai.tools.formats import GUIDED_CALLS, ToolFormat
-from multilora_client.openai.tools.guide import Schema, arguments_schema, calls_or_answer_schema, calls_schema
+from multilora_client.openai.tools.guide import Schema, calls_or_answer_schema, calls_schema
 from multilora_client.openai.tools.parser import ToolParser
 from multilora_client.options import GenerateOptions
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """functions: the parameters of each, by its name. mode: `named` has to call `name`, `required` any of them.
+    """functions: the schema of each one's arguments, by its name. mode: `named` has to call `name`, `required` any.
 
     max_calls: None for no limit.
     """
 
-    functions: Mapping[str, Schema | None] = field(default_factory=dict)
+    functions: Mapping[str, Schema] = field(default_factory=dict)
     mode: Literal["none", "auto", "required", "named"] = "none"
     name: str = ""
     max_calls: int | None = None
 
     @property
     def is_forced(self) -> bool:
+        """Whether the answer is calls, and no text."""
         return self.mode in ("required", "named")
 
     def guide(self, answer: GenerateOptions) -> GenerateOptions:
         """The guide of the text, where an answer without calls follows a guide, or none, of its own."""
         match self.mode:
             case "named":
-                return _schema_guide(arguments_schema(self.functions[self.name]))
+                return _schema_guide(self.functions[self.name])
             case "required":
                 return _schema_guide(calls_schema(self.functions, self.max_calls))
             case "auto" if (schema := _schema_of(answer)) is not None:
@@ -49,7 +50,9 @@ class ToolUse:
         """
         if self.mode == "named":
             return NamedCall(self.name)
-        if self.mode == "required" or (self.mode == "auto" and _schema_of(answer) is not None):
+        if self.mode == "required":
+            return CallsOnly(ToolParser(GUIDED_CALLS, self.functions, self.max_calls))
+        if self.mode == "auto" and _schema_of(answer) is not None:
             return ToolParser(GUIDED_CALLS, self.functions, self.max_calls)
         if self.mode == "none" or tool_format is None:
             return PlainText()

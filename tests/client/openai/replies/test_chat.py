@@ -101,7 +101,7 @@ def test_a_named_function_is_called_with_whatever_its_schema_allows(
 
     assert json.loads(server.value("guided_decoding_guide")) == SKY["function"]["parameters"]
     assert calls_of(answer) == [("sky", {"city": "Kiel"})]
-    assert answer.choices[0].message.content in (None, "")
+    assert answer.choices[0].message.content is None
     assert answer.choices[0].finish_reason == "tool_calls"
 
 
@@ -231,3 +231,58 @@ def test_a_service_tier_that_is_asked_for_is_told(front: TestClient) -> None:
     body = {"model": "base", "messages": QUESTION}
     assert "service_tier" not in front.post("/v1/chat/completions", json=body).json()
     assert front.post("/v1/chat/completions", json=body | {"service_tier": "auto"}).json()["service_tier"] == "default"
+
+
+FORCED = '[\n{\n  "name": "sky",\n  "parameters": {"city": "Kiel"}\n}, {"name": "sea", "parameters": {}}]'
+NAMED: Any = {"type": "function", "function": {"name": "sky"}}
+
+
+def deltas_of(front: TestClient, **options: Any) -> list[dict[str, Any]]:
+    body = {"model": "base", "messages": QUESTION, "tools": [SKY, SEA], "stream": True, **options}
+    *events, _ = front.post("/v1/chat/completions", json=body).text.split("\n\n")[:-1]
+    return [json.loads(event.removeprefix("data: "))["choices"][0]["delta"] for event in events]
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_pieces_of_a_forced_call_are_never_text(front: TestClient, server: Any, choice: Any, reason: str) -> None:
+    whole = FORCED if choice == "required" else '{"city": "Kiel"}'
+    server.finish_reason = reason
+    for length in range(len(whole) + 1):
+        server.pieces = list(whole[:length]) or [""]
+        body = {"model": "base", "messages": QUESTION, "tools": [SKY, SEA], "tool_choice": choice}
+        (told,) = front.post("/v1/chat/completions", json=body).json()["choices"]
+        first, *rest = deltas_of(front, tool_choice=choice)
+
+        assert told["message"]["content"] is None
+        assert (first, {key for delta in rest for key in delta} - {"tool_calls"}) == (
+            {"role": "assistant", "content": None},
+            set(),
+        )
+        if "tool_calls" not in told["message"]:
+            assert told["finish_reason"] == reason
+
+
+def test_text_that_may_be_a_call_is_text_where_none_is_forced(front: TestClient, server: Any) -> None:
+    server.pieces = list('[{"name": "sk')
+    first, *rest = deltas_of(front)
+
+    assert first == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in rest) == '[{"name": "sk'
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize(
+    "parameters", [{}, {"parameters": None}, {"parameters": {}}, {"parameters": {"type": "object"}}]
+)
+def test_a_forced_function_without_parameters_is_called_with_none(
+    front: TestClient, server: Any, choice: Any, parameters: dict[str, Any]
+) -> None:
+    tools = [{"type": "function", "function": {"name": "sky", **parameters}}]
+    body = {"model": "base", "messages": QUESTION, "tools": tools, "tool_choice": choice}
+    assert front.post("/v1/chat/completions", json=body).status_code == 200
+
+    schema = json.loads(server.value("guided_decoding_guide"))
+    for arguments, fits in ({}, True), ({"a": 1}, False), ([], False):
+        call = arguments if choice == NAMED else [{"name": "sky", "parameters": arguments}]
+        assert jsonschema.Draft202012Validator(schema).is_valid(call) == fits

@@ -22,6 +22,7 @@ SKY: FunctionToolParam = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     "strict": True,
 }
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 HERMES = ["I look.", ' <tool_call>{"name": "sky", "arguments": {"city"', ': "Kiel"}}</tool_call>']
 LOGPROBS: dict[str, Any] = {
     "sequence_length": [1],
@@ -48,7 +49,7 @@ def read_events(text: str) -> Iterator[dict[str, Any]]:
         name, data = lines.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
-        TypeAdapter(ResponseStreamEvent).validate_python(event)
+        EVENTS.validate_python(event)
         yield event
 
 
@@ -251,12 +252,12 @@ def test_an_error_before_the_first_piece_has_its_own_status(front: TestClient, s
         ({"store": True}, "store", "unsupported_value"),
         ({"background": True}, "background", "unsupported_value"),
         ({"truncation": "auto"}, "truncation", "unsupported_value"),
-        ({"include": ["file_search_call.results"]}, "include", "invalid_value"),
+        ({"include": ["made_up.results"]}, "include", "invalid_value"),
         ({"tools": [{"type": "web_search"}]}, "tools", "invalid_value"),
         ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
         ({"input": []}, "input", "invalid_value"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "invalid_value"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "invalid_value"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "unsupported_value"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "unsupported_value"),
         ({"text": {"format": {"type": "json_schema", "name": "s"}}}, "text", "invalid_value"),
         ({"made_up": 1}, "made_up", "unknown_parameter"),
     ],
@@ -285,3 +286,57 @@ def test_what_it_cannot_do_is_refused_by_name(
 )
 def test_what_changes_no_answer_is_taken(front: TestClient, given: dict[str, Any]) -> None:
     assert front.post(PATH, json={"model": "base", "input": "hi"} | given).status_code == 200
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "sky"}])
+def test_pieces_of_a_forced_call_are_never_text(front: TestClient, server: Any, choice: Any) -> None:
+    whole = '[{"name": "sky", "parameters": {"city": "Kiel"}}, {' if choice == "required" else '{"city": "Kiel"'
+    server.finish_reason = "length"
+    for length in range(len(whole) + 1):
+        server.pieces = list(whole[:length]) or [""]
+        options = {"tools": [SKY], "tool_choice": choice}
+        body = front.post(PATH, json={"model": "base", "input": "Rain?", **options}).json()
+        events = streamed(front, **options)
+
+        assert (body["status"], {item["type"] for item in body["output"]} - {"function_call"}) == ("incomplete", set())
+        assert not any("output_text" in event["type"] or "content_part" in event["type"] for event in events)
+        assert len(events[-1]["response"]["output"]) == len(body["output"])
+
+
+def test_neutral_members_change_nothing(front: TestClient, server: Any) -> None:
+    front.post(PATH, json={"model": "base", "input": "hi"})
+    plain = server.requests[-1].inputs
+    given = {
+        "include": ["file_search_call.results", "web_search_call.action.sources", "reasoning.encrypted_content"],
+        "prompt_cache_options": {"ttl": "30m"},
+        "context_management": [],
+        "reasoning": {"context": "auto", "mode": "standard", "generate_summary": "auto"},
+        "moderation": None,
+        "max_tool_calls": 3,
+    }
+    assert front.post(PATH, json={"model": "base", "input": "hi"} | given).status_code == 200
+    assert {name: tensor.data for name, tensor in server.requests[-1].inputs.items()} == {
+        name: tensor.data for name, tensor in plain.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"input": [{"type": "item_reference", "id": "m"}]}, 'input.0: type "item_reference" is not supported, only '),
+        ({"input": ["hi"]}, "input.0: must be an object"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input: has no message"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input.0.content.0.type: input_image is not supported: this server reads text",
+        ),
+        ({"tools": [SKY, SKY]}, "two of the tools have the same name"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management: "),
+        ({"reasoning": {"mode": "pro"}}, 'reasoning.mode: "pro" is not supported, only "standard"'),
+    ],
+)
+def test_refusals_are_in_the_words_of_the_protocol(front: TestClient, given: dict[str, Any], message: str) -> None:
+    error = front.post(PATH, json={"model": "base", "input": "hi"} | given).json()["error"]
+
+    assert error["message"].startswith(message), error["message"]
+    assert error["param"] == next(iter(given))

@@ -71,6 +71,36 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"skip_special_tokens": True, "spaces_between_special_tokens": False}, "max_tokens", 2**31 - 1),
         ({"modalities": ["text"], "service_tier": "flex", "prediction": {"type": "content"}}, "max_tokens", 2**31 - 1),
         ({"stream_options": {"include_obfuscation": False}, "stream": True}, "streaming", True),
+        ({"n": 2, "best_of": 2}, "num_return_sequences", 2),
+        ({"no_stop_trim": True}, "include_stop_str_in_output", True),
+        (
+            {
+                "detokenize": True,
+                "use_beam_search": False,
+                "length_penalty": 1,
+                "early_stopping": False,
+                "include_reasoning": False,
+                "separate_reasoning": False,
+                "stream_reasoning": True,
+                "documents": [],
+                "functions": [],
+                "function_call": "none",
+                "mm_processor_kwargs": {},
+                "logits_processors": [],
+                "vllm_xargs": {},
+                "custom_params": {},
+                "custom_labels": {"team": "a"},
+                "return_token_ids": False,
+                "return_hidden_states": False,
+                "prompt_cache_options": {"ttl": "30m"},
+                "allowed_token_ids": None,
+                "cache_salt": None,
+                "chat_template": None,
+                "web_search_options": None,
+            },
+            "max_tokens",
+            2**31 - 1,
+        ),
     ],
 )
 def test_a_parameter_reaches_the_server(
@@ -112,6 +142,23 @@ def test_a_bad_word_is_banned_at_the_beginning_and_after_a_space(front: TestClie
         ({"tools": [SKY], "tool_choice": "required", "stop": "}"}, "stop", "invalid_value"),
         ({"store": True}, "store", "unsupported_value"),
         ({"made_up": 1}, "made_up", "unknown_parameter"),
+        ({"detokenize": False}, "detokenize", "unsupported_value"),
+        ({"use_beam_search": True}, "use_beam_search", "unsupported_value"),
+        ({"length_penalty": 1.5}, "length_penalty", "unsupported_value"),
+        ({"documents": [{"text": "a"}]}, "documents", "unsupported_value"),
+        ({"functions": [{"name": "sky"}]}, "functions", "unsupported_value"),
+        ({"function_call": {"name": "sky"}}, "function_call", "unsupported_value"),
+        ({"best_of": 2}, "best_of", "unsupported_value"),
+        ({"return_token_ids": True}, "return_token_ids", "unsupported_value"),
+        ({"vllm_xargs": {"a": 1}}, "vllm_xargs", "unsupported_value"),
+        ({"allowed_token_ids": [5]}, "allowed_token_ids", "unknown_parameter"),
+        ({"cache_salt": "s"}, "cache_salt", "unknown_parameter"),
+        ({"chat_template": "{{ messages }}"}, "chat_template", "unknown_parameter"),
+        ({"web_search_options": {}}, "web_search_options", "unknown_parameter"),
+        ({"stop_regex": "a"}, "stop_regex", "unknown_parameter"),
+        ({"request_id": "a", "rid": "b"}, "request_id", "invalid_value"),
+        ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, "reasoning_effort", "invalid_value"),
+        ({"reasoning": {"max_tokens": 5}}, "reasoning", "unknown_parameter"),
         ({"skip_special_tokens": False}, "skip_special_tokens", "unsupported_value"),
         ({"modalities": ["text", "audio"]}, "modalities", "unsupported_value"),
         ({"echo": True}, "echo", "unsupported_value"),
@@ -137,7 +184,7 @@ def test_a_bad_word_is_banned_at_the_beginning_and_after_a_space(front: TestClie
         ({"response_format": {"type": "grammar"}}, "response_format", "invalid_value"),
         ({"messages": []}, "messages", "invalid_value"),
         ({"messages": [{"role": "pirate", "content": "hi"}]}, "messages", "invalid_value"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "invalid_value"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "unsupported_value"),
         ({"model": None}, "model", "invalid_value"),
     ],
 )
@@ -157,16 +204,29 @@ def test_a_parameter_that_cannot_be_honoured_is_refused_by_name(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"stop": ["a"] * 17}, "at most 16 items"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content.*type.*'text'"),
-        ({"tools": [SKY], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.*type.*'function'"),
+        ({"stop": ["a"] * 17}, "stop: must have at most 16 items"),
+        ({"stop": ""}, "stop: must not be empty"),
+        ({"stop": ["a", ""]}, "stop.1: must not be empty"),
+        ({"stop": 5}, "stop: must be a string or a list"),
+        ({"stop": ["a", 5]}, "stop.1: must be a string"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
+            "messages.0.content.0.type: image_url is not supported: this server reads text",
+        ),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: must be a string or a list"),
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, "messages.0.content.0: must be an object"),
+        ({"tools": [SKY], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type: must be 'function'"),
+        ({"tools": [SKY], "tool_choice": "sky"}, "tool_choice: must be 'none', 'auto' or 'required' or an object"),
+        ({"guided_json": 5}, "guided_json: must be an object or a string"),
+        ({"guided_json": "{"}, "guided_json: is not JSON: Expecting property name.*"),
+        ({"best_of": 3, "n": 2}, r"best_of must be n \(2\): this server chooses no best of several answers"),
     ],
 )
 def test_a_field_of_several_types_is_refused_by_the_one_that_was_sent(
     front: TestClient, given: dict[str, Any], message: str
 ) -> None:
     error = front.post(CHAT_PATH, json=CHAT | given).json()["error"]
-    assert re.search(message, error["message"])
+    assert re.fullmatch(message, error["message"]), error["message"]
 
 
 def test_messages_become_what_chat_templates_know(front: TestClient, server: Any) -> None:
@@ -220,9 +280,15 @@ def test_how_the_template_is_filled_in_goes_to_the_server(front: TestClient, ser
     }
 
 
+def test_the_effort_of_reasoning_has_two_names(front: TestClient, server: Any) -> None:
+    for given in ({"reasoning": {"effort": "low"}}, {"reasoning": {"effort": "low"}, "reasoning_effort": "low"}):
+        front.post(CHAT_PATH, json=CHAT | given)
+        assert server.chat()["chat_template_kwargs"] == {"reasoning_effort": "low"}
+
+
 def test_a_request_id_is_in_the_answers_and_never_the_servers_own(front: TestClient, server: Any) -> None:
     """Two clients may choose the same one, and neither may end the other's request."""
-    answers = [front.post(CHAT_PATH, json=CHAT | {"request_id": "mine"}).json() for _ in range(2)]
+    answers = [front.post(CHAT_PATH, json=CHAT | {name: "mine"}).json() for name in ("request_id", "rid")]
 
     assert [answer["id"] for answer in answers] == ["chatcmpl-mine"] * 2
     assert len({request.request_id for request in server.requests} | {"mine"}) == 3

@@ -77,8 +77,10 @@ def test_a_prompt_is_text_or_token_ids(front: TestClient, server: Any, prompt: A
     assert server.values(name) == sent
 
 
-@pytest.mark.parametrize("prompt", [[], [[]], [1.5], {}, [None], [5, "a"], ["a", 5]])
+@pytest.mark.parametrize("prompt", [[], [[]], [1.5], {}, [None], [5, "a"], ["a", 5], [2**31], [[True]], 5])
 def test_what_is_no_prompt_is_refused(front: TestClient, prompt: Any) -> None:
     answer = front.post(PATH, json=COMPLETION | {"prompt": prompt})
 
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "prompt", "invalid_value")
+    assert error["message"].startswith("prompt: must be a text, a list of texts, a list of token ids, or a list of")

@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from multilora_client.openai.tools.guide import arguments_schema, calls_or_answer_schema, calls_schema
+from multilora_client.openai.tools.guide import arguments_schema, calls_or_answer_schema, calls_schema, strict_schema
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 FUNCTIONS: dict[str, Any] = {
@@ -18,7 +18,7 @@ FUNCTIONS: dict[str, Any] = {
         "$defs": {"point": POINT},
     },
     "tree": {"type": "object", "properties": {"child": {"$ref": "#"}}, "additionalProperties": False},
-    "stop": None,
+    "stop": {"type": "object"},
 }
 ANSWER = {"type": "object", "properties": {"$ref": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
 
@@ -89,6 +89,67 @@ def test_data_and_names_stay_as_they_are() -> None:
     assert not fits(schema, [call("f", {"by name": 3})])
 
 
-def test_a_function_without_parameters_takes_any() -> None:
-    assert fits(arguments_schema(None), {"a": 1})
-    assert arguments_schema(POINT) == POINT
+@pytest.mark.parametrize(
+    "parameters", [None, {}, {"type": "object"}, {"properties": {}}, {"type": "object", "title": ""}]
+)
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_a_function_without_parameters_takes_none(parameters: Any, is_strict: bool) -> None:
+    schema = arguments_schema(parameters, is_strict)
+
+    assert fits(schema, {})
+    for other in ({"a": 1}, [], "", None, 5):
+        assert not fits(schema, other)
+
+
+LATITUDE = {
+    "type": "object",
+    "properties": {"at": {"type": "object", "properties": {"x": {}}}, "tags": {"type": "object"}},
+}
+
+
+def test_parameters_are_all_that_there_are() -> None:
+    for schema in (arguments_schema(LATITUDE), arguments_schema(LATITUDE, is_strict=True)):
+        assert fits(schema, {"at": {"x": 1}, "tags": {"a": 1}})
+        assert not fits(schema, {"of": 1})
+    assert fits(arguments_schema(LATITUDE), {"at": {"y": 1}})
+    assert not fits(arguments_schema(LATITUDE, is_strict=True), {"at": {"y": 1}})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments"),
+    [
+        ({"type": "object", "additionalProperties": True}, {"a": 1}),
+        ({"additionalProperties": {"type": "integer"}}, {"a": 1}),
+        ({"type": "object", "patternProperties": {"^x": {}}}, {"x1": 1}),
+        ({"type": "object", "required": ["a"]}, {"a": 1}),
+        ({"type": "object", "minProperties": 1}, {"a": 1}),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", "properties": {"a": {}}}}}, {"a": 1}),
+        ({"anyOf": [{"required": ["a"]}, {"required": ["b"]}], "properties": {"a": {}}}, {"b": 1}),
+        ({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, {"a": 1, "b": 1}),
+        (
+            {"properties": {"o": {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}}},
+            {"o": {"a": 1, "b": 1}},
+        ),
+        ({"const": {"a": 1}}, {"a": 1}),
+    ],
+)
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_a_schema_that_says_more_of_its_properties_stays_as_open(
+    parameters: Any, arguments: Any, is_strict: bool
+) -> None:
+    assert fits(parameters, arguments)
+    assert fits(arguments_schema(parameters, is_strict), arguments)
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"properties": 5}, {"required": 5}, {"required": [[]]}, {"properties": {"a": 5}}]
+)
+def test_a_malformed_schema_is_left_to_the_server(parameters: Any) -> None:
+    assert arguments_schema(parameters, is_strict=True).items() >= parameters.items()
+
+
+def test_names_and_data_of_a_strict_schema_are_no_words() -> None:
+    schema = {"properties": {"properties": {"const": {"properties": {}}}, "allOf": {"type": "integer"}}}
+
+    assert arguments_schema(schema, is_strict=True) == {"type": "object", **schema, "additionalProperties": False}
+    assert strict_schema({"type": "object"}) == {"type": "object"}
