@@ -32,7 +32,8 @@
         Unauthenticated     -> UNAUTHENTICATED    the server has API keys and the request has none of them
         PermissionDenied    -> PERMISSION_DENIED  the API key may not do that
         Cancelled           -> CANCELLED          the client, a `stop` request or the deadline ended it
-        InternalError       -> INTERNAL           a step failed on the device; the requests in it are lost
+        InternalError       -> INTERNAL           a step failed on the device, and its requests are lost; or the work of
+                                                  one request on the host, and it alone is
 
 On streams and on HTTP generate Triton hands only the message on, so `wire_message` puts the code in front and the
 request id behind: `[NOT_FOUND] LoRA task 7 not found in cache. Please send LoRA weights with request (request ab12)`.
@@ -351,7 +352,7 @@ class Cancelled(RequestError):
 
 
 class InternalError(RequestError):
-    """A step failed. The requests that were in it are lost; the others go on."""
+    """A fault of ours: a step failed, and the requests that were in it are lost; or the work of one request did."""
 
     code = "INTERNAL"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from multilora_engine.engine.live_requests import LiveRequests
 from multilora_engine.engine.new_sequences import NewSequences
-from multilora_engine.engine.outputs import error_output
+from multilora_engine.engine.outputs import error_output, failure_output
 from multilora_engine.engine.parking import Parking
 from multilora_engine.engine.queue_limits import QueueLimits
 from multilora_engine.engine.scheduler import Scheduler
@@ -74,9 +74,13 @@ class Admission:
             self._guides_in_use.add(request.sampling.guide)
         if isinstance(adapter, Fetch):
             self._parking.add(sequence, adapter)
-        else:
-            sequence.adapter = adapter
+            return
+        sequence.adapter = adapter
+        try:
             self._pass_on(sequence)
+        except Exception:
+            self._let_go(sequence)
+            raise
 
     def take_up(self) -> list[TokenOutput]:
         """Pass on the sequences whose adapters have arrived and those whose guides are compiled.
@@ -140,8 +144,12 @@ class Admission:
             except RequestError as error:
                 self._forget(sequence)
                 yield error_output(sequence.request, error)
-            else:
+                continue
+            try:
                 self._pass_on(sequence)
+            except Exception as error:
+                self._let_go(sequence)
+                yield failure_output(sequence, error)
 
     def _pin_fetched(self, sequence: Sequence, fetch: Fetch) -> CachedAdapter:
         assert sequence.request.lora_task_id == fetch.key.lora_task_id
@@ -158,6 +166,13 @@ class Admission:
             else:
                 self.withdraw(sequence)
                 yield error_output(sequence.request, guide)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Take out a sequence that could not be passed on, with its pin."""
+        self._guide_queue.give_up(sequence)
+        if sequence.adapter is not None:
+            self._loras.unpin(sequence.adapter)
+        self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
         self._live.remove(sequence)

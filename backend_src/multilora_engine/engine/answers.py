@@ -8,7 +8,14 @@ from multilora_engine.engine.beam_search import BeamSearch, Continuations
 from multilora_engine.engine.beams import continue_beams
 from multilora_engine.engine.host_work import HostWork
 from multilora_engine.engine.kv_cache import BlockCopy
-from multilora_engine.engine.outputs import beams_output, error_output, no_token_left, overflow, token_output
+from multilora_engine.engine.outputs import (
+    beams_output,
+    error_output,
+    failure_output,
+    no_token_left,
+    overflow,
+    token_output,
+)
 from multilora_engine.engine.scheduler import Scheduler
 from multilora_engine.engine.sequence import Sequence
 from multilora_engine.errors import InvalidRequest, TooMuchHostWork
@@ -34,7 +41,9 @@ class Answers:
         self._scheduler = scheduler
 
     def extend(self, sequence: Sequence, token: SampledToken) -> TokenOutput | None:
-        """The output that one more token gives a request that is no beam search."""
+        """The output that one more token gives a request that is no beam search. Raises its `failure`, if any."""
+        if sequence.failure is not None:
+            raise sequence.failure
         if not token.is_finite:
             return error_output(sequence.request, overflow(sequence))
         if sequence.max_output_tokens == 0:
@@ -64,20 +73,22 @@ class Answers:
     ) -> TokenOutput | None:
         """The output that a step gives a request with host work; the request fails when its work costs too much.
 
-        chosen: the token of each sequence or beam. copies: takes the blocks that are to be copied for beams.
-        num_charged: requests with host work in this step.
+        chosen: the token of each sequence or beam. copies: takes the blocks that are to be copied for beams, unless the
+        request ends. num_charged: requests with host work in this step. Raises: as of `extend`.
         """
         started = time.thread_time()
+        own_copies: list[BlockCopy] = []
         if sequence.search is None:
             output = self.extend(sequence, chosen[sequence])
         else:
-            output = self._advance(sequence, sequence.search, chosen, copies)
+            output = self._advance(sequence, sequence.search, chosen, own_copies)
         if output is not None and output.is_final:
             return output
         try:
             self._host_work.charge(sequence, time.thread_time() - started, num_charged)
         except TooMuchHostWork as error:
             return error_output(sequence.request, error)
+        copies += own_copies
         return output
 
     def finish(self, sequence: Sequence, reason: FinishReason, delta: TextDelta = _NOTHING) -> TokenOutput:
@@ -97,21 +108,33 @@ class Answers:
         return beams_output(sequence, beams, reason or beams[0].finish_reason)
 
     def cancel(self, sequence: Sequence) -> TokenOutput:
-        """The last output of a request that is ended now, with the tokens and text that were held back."""
-        if sequence.search is not None:
-            return self.finish_search(sequence, sequence.search, "cancelled")
-        return self.finish(sequence, "cancelled")
+        """The last output of a request that is ended now, with the tokens and text that were held back; an error when
+        those cannot be had."""
+        try:
+            if sequence.search is not None:
+                return self.finish_search(sequence, sequence.search, "cancelled")
+            return self.finish(sequence, "cancelled")
+        except Exception as error:
+            return failure_output(sequence, error)
 
     def _advance(
         self, sequence: Sequence, search: BeamSearch, chosen: dict[Sequence, SampledToken], copies: list[BlockCopy]
     ) -> TokenOutput | None:
         """One step of a beam search."""
         before = sequence.beams
+        for beam in before:
+            if beam.failure is not None:
+                raise beam.failure
         if not all(chosen[beam].is_finite for beam in before):
             return error_output(sequence.request, overflow(sequence))
         continuations = search.advance(before, [chosen[beam].continuations or Continuations([], []) for beam in before])
         if not continuations:
             return self.finish_search(sequence, search)
-        continue_beams(sequence, continuations)
-        copies += self._scheduler.branch(sequence, before, [continuation.parent for continuation in continuations])
+        try:
+            continue_beams(sequence, continuations)
+            copies += self._scheduler.branch(sequence, before, [continuation.parent for continuation in continuations])
+        except Exception:
+            # The beams that have blocks must be there when the request ends.
+            sequence.siblings = before[1:]
+            raise
         return None

@@ -35,17 +35,21 @@ class Continuation:
     score: float
 
 
+Rank = tuple[float, float]
+"""Orders answers as cum_log_prob / length ** length_penalty does, by logarithms: no penalty is too large for those."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
     """An answer that ended, or was ended.
 
-    cum_log_prob: the sum of its tokens' log-probs. score: the same by the length penalty; the largest wins.
+    cum_log_prob: the sum of its tokens' log-probs. rank: of the same by the length penalty; the largest wins.
     """
 
     token_ids: list[int]
     log_probs: list[TokenLogProb]
     cum_log_prob: float
-    score: float
+    rank: Rank
     finish_reason: FinishReason
 
 
@@ -99,14 +103,14 @@ class BeamSearch:
                 going_on.append(candidate)
             elif place < width:
                 self._finished.append(self._hypothesis(beams[candidate.parent], candidate, reason))
-        self._finished = sorted(self._finished, key=lambda hypothesis: -hypothesis.score)[:width]
+        self._finished = _best_first(self._finished)[:width]
         num_tokens = len(beams[0].output_token_ids) + 1
         return [] if not going_on or self._is_over(going_on[0].score, num_tokens) else going_on[:width]
 
     def answers(self, beams: Sequence[Beam], reason: FinishReason | None = None) -> list[BeamOutput]:
         """The answers, best first, at most `beam_width`. reason: why it was ended early; its beams count then."""
         cut_off = [self._cut_off(beam, reason) for beam in beams if beam.output_token_ids] if reason else []
-        best = sorted([*self._finished, *cut_off], key=lambda hypothesis: -hypothesis.score)
+        best = _best_first([*self._finished, *cut_off])
         return [self._output(hypothesis) for hypothesis in best[: self._sampling.beam_width]]
 
     def _candidates(self, ranked: list[Continuations]) -> list[Continuation]:
@@ -142,16 +146,16 @@ class BeamSearch:
             return True
         if self._sampling.early_stopping != 0 and self._sampling.length_penalty > 0:
             num_tokens = self._max_tokens
-        return self._penalised(best_score, num_tokens) <= self._finished[-1].score
+        return self._rank(best_score, num_tokens) <= self._finished[-1].rank
 
     def _hypothesis(self, beam: Beam, last: Continuation, reason: FinishReason) -> Hypothesis:
         token_ids = [*beam.output_token_ids, last.token_id]
         log_probs = [*beam.log_probs, TokenLogProb(last.score - beam.score)]
-        return Hypothesis(token_ids, log_probs, last.score, self._penalised(last.score, len(token_ids)), reason)
+        return Hypothesis(token_ids, log_probs, last.score, self._rank(last.score, len(token_ids)), reason)
 
     def _cut_off(self, beam: Beam, reason: FinishReason) -> Hypothesis:
-        score = self._penalised(beam.score, len(beam.output_token_ids))
-        return Hypothesis(beam.output_token_ids, beam.log_probs, beam.score, score, reason)
+        rank = self._rank(beam.score, len(beam.output_token_ids))
+        return Hypothesis(beam.output_token_ids, beam.log_probs, beam.score, rank, reason)
 
     def _output(self, hypothesis: Hypothesis) -> BeamOutput:
         text, (*token_ids, last) = self._text.fork(), hypothesis.token_ids
@@ -167,15 +171,19 @@ class BeamSearch:
             cum_log_prob=hypothesis.cum_log_prob,
         )
 
-    def _penalised(self, cum_log_prob: float, num_tokens: int) -> float:
-        return float(cum_log_prob / num_tokens**self._sampling.length_penalty)
+    def _rank(self, cum_log_prob: float, num_tokens: int) -> Rank:
+        if cum_log_prob >= 0:
+            return math.inf, cum_log_prob
+        # A large penalty leaves nothing of the second logarithm: answers of a length keep their order by the sum.
+        return self._sampling.length_penalty * math.log(num_tokens) - math.log(-cum_log_prob), cum_log_prob
+
+
+def _best_first(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
+    return sorted(hypotheses, key=lambda hypothesis: hypothesis.rank, reverse=True)
 
 
 def check_beam_sampling(sampling: SamplingParams) -> None:
     """Raises InvalidRequest for a number no search can use, Unsupported for an option that does not go with beams."""
-    for name in ("length_penalty", "beam_search_diversity_rate"):
-        if not math.isfinite(getattr(sampling, name)):
-            raise InvalidRequest(f"{name} is {getattr(sampling, name)}, expected a finite number")
     if sampling.max_tokens == 0:
         raise InvalidRequest("max_tokens is 0 with beam_width > 1: answers without tokens are all the same")
     if sampling.temperature == 0:

@@ -22,7 +22,7 @@ from multilora_engine.engine.kv_cache import BlockAllocator, BlockCopy
 from multilora_engine.engine.live_requests import LiveRequests
 from multilora_engine.engine.memory import is_out_of_memory
 from multilora_engine.engine.new_sequences import NewSequences
-from multilora_engine.engine.outputs import error_output, prompt_output
+from multilora_engine.engine.outputs import error_output, failure_output, prompt_output
 from multilora_engine.engine.pace import Pace
 from multilora_engine.engine.prompt_waits import PromptWaits
 from multilora_engine.engine.queue_limits import QueueLimits
@@ -210,8 +210,9 @@ class Engine:
         Returns the outputs of the requests that have any. on_progress: called between layers, and for each request
         whose tokens take long between two steps, so that a watcher can tell a long step from one that hangs.
 
-        A step that runs out of memory fails its requests only. Any other exception is our bug or a broken device; it is
-        raised, and nothing in flight can be trusted to go on.
+        A step that runs out of memory fails its requests only, and the host's work for one request that raises fails
+        that one only. Any other exception is our bug or a broken device; it is raised, and nothing in flight can be
+        trusted to go on.
         """
         started_s = self._clock.begin()
         outputs = self._end_expired() + self._end_unloadable() + self._admission.take_up()
@@ -297,7 +298,8 @@ class Engine:
 
     def _may_stay_in_flight(self, launched: _StepInFlight) -> bool:
         return self._runs_ahead and not any(
-            sequence.request.sampling.must_read_each_token for sequence in launched.choice.sequences
+            sequence.request.sampling.must_read_each_token or sequence.failure is not None
+            for sequence in launched.choice.sequences
         )
 
     def _read_step_in_flight(self, on_progress: Callable[[], None]) -> list[TokenOutput]:
@@ -327,11 +329,16 @@ class Engine:
         outputs: list[TokenOutput] = []
         copies: list[BlockCopy] = []
         for sequence in sequences:
+            output: TokenOutput | None
+            try:
+                if sequence.has_host_work:
+                    output = self._answers.extend_charged(sequence, chosen, copies, num_charged)
+                else:
+                    output = self._answers.extend(sequence, chosen[sequence])
+            except Exception as error:
+                output = failure_output(sequence, error)
             if sequence.has_host_work:
-                output = self._answers.extend_charged(sequence, chosen, copies, num_charged)
                 on_progress()
-            else:
-                output = self._answers.extend(sequence, chosen[sequence])
             if output is not None:
                 outputs.append(output)
                 if output.is_final:
@@ -343,8 +350,17 @@ class Engine:
     def _prompt_outputs(self, step: list[ScheduledSequence]) -> list[TokenOutput]:
         """The outputs about prompts of this step that did not leave with a token. Steps end with the prompts."""
         prompts = takewhile(lambda scheduled: not scheduled.is_decode, reversed(step))
-        sequences = self._live.roots(scheduled.sequence for scheduled in prompts)
-        return [prompt_output(sequence) for sequence in sequences if sequence.prompt_report.logits]
+        outputs: list[TokenOutput] = []
+        for sequence in self._live.roots(scheduled.sequence for scheduled in prompts):
+            try:
+                if sequence.failure is not None:
+                    raise sequence.failure
+                if sequence.prompt_report.logits:
+                    outputs.append(prompt_output(sequence))
+            except Exception as error:
+                outputs.append(failure_output(sequence, error))
+                self._admission.withdraw(sequence)
+        return outputs
 
     def _requests_of(self, step: list[ScheduledSequence]) -> list[Sequence]:
         """The sequences that stand for the requests of a step that have not ended, in its order."""

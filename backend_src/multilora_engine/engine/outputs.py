@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 from multilora_engine.engine.sequence import Sequence
 from multilora_engine.errors import AdapterNotFound, AdapterOverflow, InternalError, InvalidRequest, RequestError
+from multilora_engine.log_lines import one_line
 from multilora_engine.request import BeamOutput, FinishReason, GenerationRequest, TokenOutput
 from multilora_engine.text.text_stream import TextDelta
+
+_MAX_REASON_CHARS = 200
+
+_logger = logging.getLogger(__name__)
 
 
 def token_output(sequence: Sequence, delta: TextDelta, finish_reason: FinishReason | None = None) -> TokenOutput:
@@ -65,6 +72,13 @@ def error_output(request: GenerationRequest, error: RequestError) -> TokenOutput
     return TokenOutput(request.request_id, [], "", error_code=error.code, error_message=str(error))
 
 
+def failure_output(sequence: Sequence, error: Exception) -> TokenOutput:
+    """The last output of a request whose own work on the host raised, which is logged: a fault of ours."""
+    _logger.error("request %s: its work on the host failed", sequence.request.request_id, exc_info=error)
+    reason = one_line(f"{type(error).__name__}: {error}", _MAX_REASON_CHARS)
+    return error_output(sequence.request, InternalError(f"the request's work on the host failed: {reason}"))
+
+
 def overflow(sequence: Sequence) -> RequestError:
     """The error of a request whose numbers overflowed in the model."""
     if sequence.adapter is None:
@@ -73,9 +87,12 @@ def overflow(sequence: Sequence) -> RequestError:
 
 
 def no_token_left(sequence: Sequence) -> InvalidRequest:
-    """The error of a request whose guide, bans and biases forbid every token."""
-    num_tokens = len(sequence.output_token_ids)
-    return InvalidRequest(
-        f"after {num_tokens} tokens, the request's guide, bad_words_list, embedding_bias and min_tokens forbid every "
-        "token of the vocabulary"
-    )
+    """The error of a request whose own options forbid every token."""
+    num_tokens, sampling = len(sequence.output_token_ids), sequence.request.sampling
+    options = {
+        "guide": sampling.guide is not None,
+        "bad words": bool(sampling.bad_token_sequences),
+        "min_tokens": num_tokens < sampling.min_tokens,
+    }
+    names = " and ".join(name for name, is_given in options.items() if is_given)
+    return InvalidRequest(f"after {num_tokens} tokens, the request's {names} forbid every token of the vocabulary")

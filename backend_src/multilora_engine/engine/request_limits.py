@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
+
+import numpy as np
 
 from multilora_engine.engine.beam_search import check_beam_sampling
 from multilora_engine.errors import InvalidRequest
@@ -19,6 +22,30 @@ _MAX_TOP_LOG_PROBS = 100
 
 _MAX_PROMPT_TOP_LOG_PROBS = 20
 """The same for a token of the prompt: a prompt has far more tokens, and tells them all at once."""
+
+
+_LARGEST_FLOAT, _SMALLEST_FLOAT = (2 - 2**-23) * 2.0**127, 2.0**-149
+"""Positive ones of float32, in which these numbers arrive and are used."""
+
+_LARGEST_INT = 2**31 - 1
+
+_RANGES: dict[str, tuple[str, float, float]] = {
+    "min_tokens": ("min_tokens", 0, _LARGEST_INT),
+    "temperature": ("temperature", 0, _LARGEST_FLOAT),
+    "top_k": ("runtime_top_k", 0, _LARGEST_INT),
+    "top_p": ("runtime_top_p", _SMALLEST_FLOAT, 1),
+    "top_p_decay": ("runtime_top_p_decay", _SMALLEST_FLOAT, 1),
+    "top_p_min": ("runtime_top_p_min", _SMALLEST_FLOAT, 1),
+    "top_p_reset_id": ("runtime_top_p_reset_ids", -1, _LARGEST_INT),
+    "min_p": ("min_p", 0, 1),
+    "repetition_penalty": ("repetition_penalty", _SMALLEST_FLOAT, _LARGEST_FLOAT),
+    "presence_penalty": ("presence_penalty", -_LARGEST_FLOAT, _LARGEST_FLOAT),
+    "frequency_penalty": ("frequency_penalty", -_LARGEST_FLOAT, _LARGEST_FLOAT),
+    "length_penalty": ("len_penalty", -_LARGEST_FLOAT, _LARGEST_FLOAT),
+    "beam_search_diversity_rate": ("beam_search_diversity_rate", -_LARGEST_FLOAT, _LARGEST_FLOAT),
+}
+"""Fields of `SamplingParams`: the name that clients know, the least and the largest value. Within them no arithmetic
+of a step overflows."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +78,7 @@ class RequestLimits:
             raise InvalidRequest(f"max_tokens is {sampling.max_tokens}, expected at least 0")
         if sampling.end_id is not None and not -1 <= sampling.end_id < vocab_size:
             raise InvalidRequest(f"end_id is {sampling.end_id}, expected -1 (none) .. {vocab_size - 1}")
+        _check_numbers(request)
         _check_token_ids(sampling, vocab_size)
         _check_counts(sampling, vocab_size)
         self._check_logits_size(request)
@@ -90,6 +118,24 @@ class RequestLimits:
         return min(request.sampling.max_tokens, self.max_model_len - len(request.prompt_token_ids))
 
 
+def _check_numbers(request: GenerationRequest) -> None:
+    """Raises InvalidRequest for a number that is out of its range, or none."""
+    for field, (name, low, high) in _RANGES.items():
+        # Written so that NaN fails it.
+        if not low <= (value := getattr(request.sampling, field)) <= high:
+            raise InvalidRequest(f"{name} is {value!s:.40}, expected a number in [{low:g}, {high:g}]")
+    biases = np.array([bias for _, bias in request.sampling.embedding_bias])
+    if len(biases) and not np.abs(biases).max() <= _LARGEST_FLOAT:
+        place = int(np.flatnonzero(~(np.abs(biases) <= _LARGEST_FLOAT))[0])
+        token_id, bias = request.sampling.embedding_bias[place]
+        raise InvalidRequest(
+            f"the embedding_bias of token {token_id} is {bias}, expected a number in "
+            f"[{-_LARGEST_FLOAT:g}, {_LARGEST_FLOAT:g}]"
+        )
+    if request.timeout_s is not None and math.isnan(request.timeout_s):
+        raise InvalidRequest("the timeout is nan, expected seconds")
+
+
 def _check_token_ids(sampling: SamplingParams, vocab_size: int) -> None:
     """Raises InvalidRequest for a token id that is not in the vocabulary."""
     biased = tuple(map(itemgetter(0), sampling.embedding_bias))
@@ -117,5 +163,6 @@ def _check_counts(sampling: SamplingParams, vocab_size: int) -> None:
         "num_prompt_top_log_probs": (sampling.num_prompt_top_log_probs, _MAX_PROMPT_TOP_LOG_PROBS),
     }
     for name, (count, limit) in counts.items():
-        if not 0 <= count <= (most := min(vocab_size, limit)):
+        most = min(vocab_size, limit)
+        if not 0 <= count <= most:
             raise InvalidRequest(f"{name} is {count}, expected 0 .. {most}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from random import Random
+from typing import TypeVar
 
 import torch
 
@@ -17,6 +19,8 @@ from multilora_engine.request import GenerationRequest, PerfMetrics, TokenLogPro
 from multilora_engine.sampling.guided import GuideMatcher
 from multilora_engine.sampling.token_history import TokenHistory
 from multilora_engine.text.text_stream import TextStream
+
+Result = TypeVar("Result")
 
 
 class SequenceStatus(Enum):
@@ -79,6 +83,9 @@ class Sequence:
     host_debt_s: seconds that its tokens took of the engine's thread beyond its share; by `HostWork`.
     history: of its tokens, once a penalty or a bad word asks for it; by logits.py.
     siblings: of the first beam, the other ones; by `continue_beams`. score: the sum of a beam's log-probs; likewise.
+
+    Written by whoever does a step's work for it on the host, such as `for_each_alone`:
+    failure: the exception that this work raised: the request ends by it when the step is read.
     """
 
     request: GenerationRequest
@@ -107,6 +114,7 @@ class Sequence:
     search: BeamSearch | None = None
     siblings: list[Sequence] = field(default_factory=list)
     score: float = 0.0
+    failure: Exception | None = None
 
     @property
     def beams(self) -> list[Sequence]:
@@ -181,3 +189,19 @@ class Sequence:
             kv_cache_alloc_new_blocks=num_blocks - num_reused_blocks,
             kv_cache_reused_blocks=num_reused_blocks,
         )
+
+
+def for_each_alone(
+    rows: Iterable[tuple[int, Sequence]], work: Callable[[Sequence], Result]
+) -> list[tuple[int, Result]]:
+    """The host's work of a step for each of some sequences, by row. A sequence whose work raises has failed: it is left
+    out, here and from then on, and the work of all others is done.
+    """
+    done = []
+    for row, sequence in rows:
+        if sequence.failure is None:
+            try:
+                done.append((row, work(sequence)))
+            except Exception as error:
+                sequence.failure = error
+    return done

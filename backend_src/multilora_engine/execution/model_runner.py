@@ -230,7 +230,10 @@ def _keep_context_logits(step: list[ScheduledSequence], logits: torch.Tensor) ->
     for scheduled in step:
         if num_rows := len(scheduled.context_positions):
             start, end = end, end + num_rows
-            scheduled.sequence.prompt_report.append_logits(rows[start:end].tobytes(), num_rows)
+            try:
+                scheduled.sequence.prompt_report.append_logits(rows[start:end].tobytes(), num_rows)
+            except Exception as error:
+                scheduled.sequence.failure = error
 
 
 def _block_tables(step: list[ScheduledSequence]) -> NDArray[np.int64]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from multilora_engine.engine.sequence import Sequence
 from multilora_engine.engine.step import ScheduledSequence
 from multilora_engine.execution.transfer import to_device
 from multilora_engine.sampling.prompt_log_probs import PromptLogProbs
@@ -29,7 +30,7 @@ def score_prompts(
     logits_of: float32 [n, vocab] of rows of the step's batch, int64 [n] on the device.
     """
     scored = _scored(step)
-    num_top = max(log_probs.num_top for log_probs, _ in scored)
+    num_top = max(log_probs.num_top for _, log_probs, _ in scored)
     numbers = to_device(_rows_and_next_tokens(step), device)
     pieces = [
         _log_probs(logits_of(rows), token_ids, num_top)
@@ -38,10 +39,10 @@ def score_prompts(
     _keep(scored, *(torch.cat(column).cpu().numpy() for column in zip(*pieces, strict=True)))
 
 
-def _scored(step: list[ScheduledSequence]) -> list[tuple[PromptLogProbs, range]]:
+def _scored(step: list[ScheduledSequence]) -> list[tuple[Sequence, PromptLogProbs, range]]:
     """The reports that the step adds to, and the positions of their new values."""
     return [
-        (scheduled.sequence.prompt_report.log_probs, positions)
+        (scheduled.sequence, scheduled.sequence.prompt_report.log_probs, positions)
         for scheduled in step
         if scheduled.sequence.prompt_report.log_probs is not None and (positions := scheduled.scored_positions)
     ]
@@ -69,11 +70,17 @@ def _log_probs(
 
 
 def _keep(
-    scored: list[tuple[PromptLogProbs, range]], values: NDArray[Any], top_values: NDArray[Any], top_ids: NDArray[Any]
+    scored: list[tuple[Sequence, PromptLogProbs, range]],
+    values: NDArray[Any],
+    top_values: NDArray[Any],
+    top_ids: NDArray[Any],
 ) -> None:
     """Hand each prompt its rows, cut to as many of the likeliest as it asked for."""
     end = 0
-    for log_probs, positions in scored:
+    for sequence, log_probs, positions in scored:
         start, end = end, end + len(positions)
         top = (slice(start, end), slice(log_probs.num_top))
-        log_probs.append(values[start:end], top_values[top], top_ids[top])
+        try:
+            log_probs.append(values[start:end], top_values[top], top_ids[top])
+        except Exception as error:
+            sequence.failure = error

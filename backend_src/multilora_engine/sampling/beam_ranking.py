@@ -8,6 +8,9 @@ from multilora_engine.engine.beam_search import Continuations
 from multilora_engine.engine.sequence import Sequence
 from multilora_engine.execution.transfer import to_device
 
+_MIN_TEMPERATURE = torch.finfo(torch.float32).tiny
+"""The smallest float32 that nothing rounds to zero."""
+
 
 @torch.inference_mode()
 def rank_continuations(logits: torch.Tensor, beams: list[Sequence]) -> list[Continuations]:
@@ -16,8 +19,10 @@ def rank_continuations(logits: torch.Tensor, beams: list[Sequence]) -> list[Cont
     logits: [len(beams), vocab], float32, with biases, penalties and bans in them.
     """
     count = min(max(beam.search.num_candidates for beam in beams if beam.search is not None), logits.shape[1])
-    temperatures = [[beam.request.sampling.temperature] for beam in beams]
+    temperatures = [[max(beam.request.sampling.temperature, _MIN_TEMPERATURE)] for beam in beams]
     scores = [[beam.score] for beam in beams]
-    log_probs = (logits / to_device(torch.tensor(temperatures), logits.device)).log_softmax(dim=-1)
+    # The largest becomes 0 first: no temperature makes infinities of that, only of tokens that have no chance.
+    below_best = logits - logits.amax(dim=-1, keepdim=True)
+    log_probs = (below_best / to_device(torch.tensor(temperatures), logits.device)).log_softmax(dim=-1)
     best = (log_probs + to_device(torch.tensor(scores), logits.device)).topk(count, dim=-1)
     return [Continuations(*row) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from multilora_engine.engine.sequence import Sequence
+from multilora_engine.engine.sequence import Sequence, for_each_alone
 from multilora_engine.execution.transfer import arrays_to_device, to_device
 from multilora_engine.request import SamplingParams
 from multilora_engine.sampling.token_counts import DeviceTokens
@@ -27,8 +27,11 @@ _NO_TOKENS = np.array([], np.int64)
 _Row = tuple[int, Sequence]
 """A row of the logits, and the sequence whose it is."""
 
-_Entry = tuple[int, NDArray[Any], NDArray[Any] | float]
-"""A row, some of its tokens, each once, and a value for each or for all of them."""
+_Values = tuple[NDArray[Any], NDArray[Any] | float]
+"""Some tokens of a sequence, each once, and a value for each or for all of them."""
+
+_Entry = tuple[int, _Values]
+"""The same with the sequence's row."""
 
 
 def adjust_logits(
@@ -40,7 +43,7 @@ def adjust_logits(
     """Bias, penalties and bans, in the order of transformers' `generate`. The rows in which tokens may be forbidden.
 
     Bans come last: before them, penalties could make a forbidden token possible again. tokens: None where the host
-    knows all of them.
+    knows all of them. A sequence whose part fails alone keeps its logits as they are then.
     """
     if not any(map(_is_adjusted, sequences)):
         return []
@@ -82,12 +85,8 @@ def _add_bias(logits: torch.Tensor, sequences: list[Sequence]) -> None:
 
 def _penalise_repetition(logits: torch.Tensor, rows: list[_Row]) -> None:
     """Divide positive and multiply negative logits of tokens in prompt and answer (CTRL, arXiv:1909.05858)."""
-    entries: list[_Entry] = [
-        (row, _history(sequence).seen.token_ids, penalty)
-        for row, sequence in rows
-        if (penalty := sequence.request.sampling.repetition_penalty) != 1.0
-    ]
-    if entries:
+    penalised = [(row, s) for row, s in rows if s.request.sampling.repetition_penalty != 1.0]
+    if entries := for_each_alone(penalised, _repeated):
         index, penalties = _split(entries, logits.device)
         scores = logits[index]
         logits[index] = torch.where(scores < 0, scores * penalties, scores / penalties).clamp(
@@ -95,27 +94,34 @@ def _penalise_repetition(logits: torch.Tensor, rows: list[_Row]) -> None:
         )
 
 
+def _repeated(sequence: Sequence) -> _Values:
+    return _history(sequence).seen.token_ids, sequence.request.sampling.repetition_penalty
+
+
 def _penalise_frequency(logits: torch.Tensor, rows: list[_Row]) -> None:
     """Subtract from the tokens of the answer: frequency_penalty times their count, and presence_penalty (OpenAI)."""
-    entries: list[_Entry] = []
-    for row, sequence in rows:
-        p = sequence.request.sampling
-        if (p.frequency_penalty or p.presence_penalty) and sequence.output_token_ids:
-            answered = _history(sequence).answered
-            entries.append((row, answered.token_ids, p.frequency_penalty * answered.counts + p.presence_penalty))
-    if entries:
+    penalised = [
+        (row, s)
+        for row, s in rows
+        if (s.request.sampling.frequency_penalty or s.request.sampling.presence_penalty) and s.output_token_ids
+    ]
+    if entries := for_each_alone(penalised, _answered):
         index, penalties = _split(entries, logits.device)
         logits[index] = (logits[index] - penalties).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
 
 
+def _answered(sequence: Sequence) -> _Values:
+    sampling, answered = sequence.request.sampling, _history(sequence).answered
+    return answered.token_ids, sampling.frequency_penalty * answered.counts + sampling.presence_penalty
+
+
 def _forbid(logits: torch.Tensor, rows: list[_Row], end_token_ids: tuple[int, ...]) -> list[int]:
-    entries: list[_Entry] = [
-        (row, token_ids, -np.inf) for row, sequence in rows if len(token_ids := _forbidden(sequence, end_token_ids))
-    ]
+    found = for_each_alone(rows, lambda sequence: _forbidden(sequence, end_token_ids))
+    entries: list[_Entry] = [(row, (token_ids, -np.inf)) for row, token_ids in found if len(token_ids)]
     if entries:
         index, _ = _split(entries, logits.device)
         logits[index] = -torch.inf
-    return [row for row, _, _ in entries]
+    return [row for row, _ in entries]
 
 
 def _forbidden(sequence: Sequence, end_token_ids: tuple[int, ...]) -> TokenIds:
@@ -140,17 +146,22 @@ def _adjust_on_device(
     restricted = [(row, sequence) for row, sequence in rows if _may_have_bans(sequence)]
     if not penalised and not restricted:
         return set()
-    bans = [_bans(row, sequence, end_token_ids) for row, sequence in restricted]
-    of_rows = np.array([row for row, _ in penalised], np.int64)
-    samplings = [sequence.request.sampling for _, sequence in penalised]
+    bans = [
+        np.stack([np.full_like(pairs[0], row), *pairs])
+        for row, pairs in for_each_alone(restricted, lambda sequence: _bans(sequence, end_token_ids))
+    ]
+    tokens.counts.keep(sequence for _, sequence in penalised)
+    placed = for_each_alone(penalised, tokens.counts.place_of)
+    of_row = dict(penalised)
+    samplings = [of_row[row].request.sampling for row, _ in placed]
     penalties = np.array([(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in samplings])
     arrays = (
-        np.stack([of_rows, *tokens.counts.places(sequence for _, sequence in penalised)]),
+        np.array([(row, *place) for row, place in placed], np.int64).reshape(-1, 3).T.copy(),
         np.ascontiguousarray(np.concatenate([*bans, np.empty((3, 0), np.int64)], axis=1)),
         penalties.view(np.int64),
     )
     places, bans_on_device, bits = arrays_to_device(arrays, logits.device)
-    if penalised:
+    if len(penalties):
         penalise_tokens(logits, tokens.counts.counts, places, tokens.last_token_ids, bits.view(torch.float64))
     forbid_tokens(logits, bans_on_device, tokens.last_token_ids)
     return {row for row, _ in restricted}
@@ -172,19 +183,19 @@ def _may_have_bans(sequence: Sequence) -> bool:
     return bool(sampling.bad_token_sequences) or num_output_tokens < sampling.min_tokens
 
 
-def _bans(row: int, sequence: Sequence, end_token_ids: tuple[int, ...]) -> Bans:
-    """[3, n], as `forbid_tokens` takes them."""
+def _bans(sequence: Sequence, end_token_ids: tuple[int, ...]) -> Bans:
+    """[2, n], as `forbid_tokens` takes them behind their row."""
     ends = _forbidden_ends(sequence, end_token_ids)
     bans = np.stack([ends, np.full_like(ends, ANY_TOKEN)])
     if sequence.request.sampling.bad_token_sequences:
         history = _history(sequence, counts_tokens=False)
         bans = np.concatenate([bans, history.bans(bool(sequence.num_pending_tokens))], axis=1)
-    return np.stack([np.full_like(bans[0], row), *bans])
+    return bans
 
 
 def _apply_guides(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
-    guides = [(row, sequence.guide.allowed) for row, sequence in enumerate(sequences) if sequence.guide is not None]
-    if not guides:
+    guided = [(row, sequence) for row, sequence in enumerate(sequences) if sequence.guide is not None]
+    if not (guides := for_each_alone(guided, _allowed)):
         return []
     rows, masks = zip(*guides, strict=True)
     words = to_device(torch.from_numpy(np.stack(masks)), logits.device).unsqueeze(-1)
@@ -192,6 +203,11 @@ def _apply_guides(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
     index = to_device(torch.tensor(rows), logits.device)
     logits[index] = logits[index].masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
     return list(rows)
+
+
+def _allowed(sequence: Sequence) -> NDArray[np.int32]:
+    assert sequence.guide is not None
+    return sequence.guide.allowed
 
 
 def _history(sequence: Sequence, counts_tokens: bool = True) -> TokenHistory:
@@ -205,11 +221,11 @@ def _history(sequence: Sequence, counts_tokens: bool = True) -> TokenHistory:
 
 def _split(entries: list[_Entry], device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Rows and token ids, which together index the logits, and the values, float32."""
-    counts = [len(token_ids) for _, token_ids, _ in entries]
-    rows = np.repeat([row for row, _, _ in entries], counts)
-    index = np.stack([rows, np.concatenate([token_ids for _, token_ids, _ in entries])])
+    counts = [len(token_ids) for _, (token_ids, _) in entries]
+    rows = np.repeat([row for row, _ in entries], counts)
+    index = np.stack([rows, np.concatenate([token_ids for _, (token_ids, _) in entries])])
     values = np.concatenate(
-        [np.broadcast_to(value, count) for (_, _, value), count in zip(entries, counts, strict=True)]
+        [np.broadcast_to(value, count) for (_, (_, value)), count in zip(entries, counts, strict=True)]
     )
     rows_and_ids = to_device(torch.from_numpy(index), device)
     return (rows_and_ids[0], rows_and_ids[1]), to_device(torch.from_numpy(values).float(), device)

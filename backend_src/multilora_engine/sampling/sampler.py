@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from multilora_engine.engine.beam_search import Continuations
-from multilora_engine.engine.sequence import Sequence
+from multilora_engine.engine.sequence import Sequence, for_each_alone
 from multilora_engine.execution.transfer import FromDevice, to_device
 from multilora_engine.request import TokenLogProb
 from multilora_engine.sampling.beam_ranking import rank_continuations
@@ -134,8 +134,8 @@ def _choose(logits: torch.Tensor, sequences: list[Sequence], tokens: DeviceToken
     if not drawn:
         return (logits.argmax(dim=-1), False) if logits.is_cuda else most_probable(logits)
     rules = [_GREEDY] * len(sequences)
-    for row in drawn:
-        rules[row] = _rule(sequences[row])
+    for row, rule in for_each_alone([(row, sequences[row]) for row in drawn], _rule):
+        rules[row] = rule
     resets = [row for row in drawn if sequences[row].num_pending_tokens and sequences[row].request.sampling.has_decay]
     if resets:
         assert tokens is not None

@@ -9,12 +9,14 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from multilora_engine.engine.sequence import Sequence
 from multilora_engine.execution.transfer import arrays_to_device
 
 _IN_PROMPT, _IN_ANSWER = 1, 2
+
+_NOTHING_KNOWN = -1
+"""In the place of a number of counted tokens: until they are counted."""
 
 
 class TokenCounts:
@@ -34,24 +36,21 @@ class TokenCounts:
         """The memory that it takes."""
         return num_places * vocab_size * torch.int32.itemsize
 
-    def places(self, sequences: Iterable[Sequence]) -> NDArray[np.int64]:
-        """[2, n]: the places of a step's sequences, and 1 where `penalise_tokens` is to count the last token.
-
-        Every sequence has all other tokens counted by then; the caller has the device count these.
-        """
-        sequences = list(sequences)
-        assert len(sequences) <= len(self.counts)
+    def keep(self, sequences: Iterable[Sequence]) -> None:
+        """None of a step's sequences, no more than there are places, loses its place to another one of them."""
         for sequence in sequences:
             if sequence.arrival in self._num_counted:
                 self._num_counted.move_to_end(sequence.arrival)
-        found = [self._place_of(sequence) for sequence in sequences]
-        return np.array(found, np.int64).reshape(-1, 2).T
 
-    def _place_of(self, sequence: Sequence) -> tuple[int, int]:
-        """The place of a sequence, and how many of its tokens are not counted there: none or one."""
+    def place_of(self, sequence: Sequence) -> tuple[int, int]:
+        """The place of a sequence of the step, and 1 where `penalise_tokens` is to count its last token, else 0.
+
+        All its other tokens are counted by then; the caller has the device count that one.
+        """
         place, num_counted = self._num_counted.get(sequence.arrival, (None, 0))
         if place is None or num_counted < sequence.num_tokens - 1:
             place = self._free_place() if place is None else place
+            self._num_counted[sequence.arrival] = place, _NOTHING_KNOWN
             num_counted = self._count_anew(place, sequence)
         self._num_counted[sequence.arrival] = place, sequence.num_tokens
         self._num_counted.move_to_end(sequence.arrival)

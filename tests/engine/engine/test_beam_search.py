@@ -283,12 +283,34 @@ def test_diversity_prefers_the_children_of_less_likely_beams() -> None:
     assert [parents(0.0), parents(0.4), parents(1.0)] == [[0, 0], [0, 1], [1, 1]]
 
 
+@pytest.mark.parametrize("penalty", [2000.0, -2000.0, 3.4e38, -3.4e38])
+@pytest.mark.parametrize("early_stopping", [1, 0, 2])
+def test_no_length_penalty_is_too_large(engine: Engine, penalty: float, early_stopping: int) -> None:
+    """With a large one answers are ordered by their lengths, of equal lengths by their log-probs."""
+    one = search("r", [1, 2, 3], length_penalty=penalty, early_stopping=early_stopping)
+    beams = beams_of(run_all(engine, [one])["r"])
+    sign = 1 if penalty > 0 else -1
+    ranks = [(sign * len(beam.token_ids), beam.cum_log_prob) for beam in beams]
+    assert len(beams) == 4
+    assert ranks == sorted(ranks, reverse=True)
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-39, 1e-6])
+def test_at_the_smallest_temperatures_a_search_finds_the_likeliest_tokens(engine: Engine, temperature: float) -> None:
+    one = search("r", [1, 2, 3], temperature=temperature)
+    greedy = GenerationRequest("g", [1, 2, 3], SamplingParams(12))
+    answers = run_all(engine, [one, greedy])
+    beams = beams_of(answers["r"])
+    assert beams[0].token_ids == answers["g"].token_ids
+    assert beams[0].cum_log_prob == 0.0
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"beam_width": 9}, InvalidRequest, "beam_width is 9, expected 1 .. 8"),
         ({"beam_width": 0}, InvalidRequest, "beam_width is 0, expected 1 .. 8"),
-        ({"length_penalty": float("nan")}, InvalidRequest, "length_penalty is nan, expected a finite number"),
+        ({"length_penalty": float("nan")}, InvalidRequest, "len_penalty is nan, expected a number in"),
         ({"beam_search_diversity_rate": float("inf")}, InvalidRequest, "beam_search_diversity_rate is inf"),
         ({"temperature": 0.0}, InvalidRequest, "temperature is 0 with beam_width > 1"),
         ({"top_k": 5, "min_p": 0.1}, Unsupported, "beam_width 4 together with runtime_top_k and min_p"),

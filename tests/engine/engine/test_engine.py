@@ -448,6 +448,9 @@ def test_a_request_that_forbids_every_token_fails_alone(engine: Engine) -> None:
     answers = run_all(engine, [request("dead", [1], bad_token_sequences=everything), request("alive", [1])])
     assert answers["dead"].final is not None
     assert answers["dead"].final.error_code == "INVALID_ARG"
+    assert answers["dead"].final.error_message == (
+        "after 0 tokens, the request's bad words forbid every token of the vocabulary"
+    )
     assert len(answers["alive"].token_ids) == 8
 
 
