@@ -90,7 +90,8 @@ class EngineConfig(BaseModel):
         Field(
             gt=0,
             le=1,
-            description="Part of max_queue_size: so many requests of one tenant or named client may wait or run.",
+            description="Largest share of max_queue_size that one tenant or named client may hold, waiting and "
+            "running.",
         ),
     ] = 0.5
     min_priority: Annotated[
@@ -147,8 +148,8 @@ class EngineConfig(BaseModel):
     inter_token_latency_target_ms: Annotated[
         Literal["auto"] | Annotated[float, Field(ge=0)],
         Field(
-            description="Longest step with running answers; prompts get a third. `auto`: 2.5 x the answers', "
-            "2 x those of a burst (2 x beside other clients); 0: off."
+            description="Longest step, in ms, while answers run; prompts may use a third of it. `auto`: 2.5 times a "
+            "step without prompts (2 times in a burst or beside other clients); 0: off."
         ),
     ] = "auto"
     max_prompt_wait_s: Annotated[
@@ -162,11 +163,12 @@ class EngineConfig(BaseModel):
         float,
         Field(
             ge=0,
-            description="Time of a step for words, guides, beams; a request 5 times that behind is ended; 0: never.",
+            description="Time in a step for stop words, guides and beams; a request that falls 5 times that behind "
+            "is ended; 0: never.",
         ),
     ] = 50.0
     stream_interval: Annotated[
-        int, Field(ge=1, description="Tokens of a response of a stream but the first, which has one. More cost less.")
+        int, Field(ge=1, description="Tokens in each streamed response (the first has one). Larger is cheaper.")
     ] = 1
     max_metadata_bytes: Annotated[
         ByteSize, Field(ge=1, description="Parameters of a request, of which its headers are some, as JSON.")

@@ -81,7 +81,7 @@ LoraName = Annotated[
 ]
 AsChat = Annotated[bool, typer.Option("--chat", help="Send the prompt as a chat message of a user.")]
 System = Annotated[str | None, typer.Option(help="System message that opens the chat.", show_default=False)]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
+MaxTokens = Annotated[int, typer.Option(help="Max tokens to generate.")]
 Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.", show_default="greedy")]
 TopK = Annotated[int | None, typer.Option(min=0, help="Sample from the k likeliest tokens; 0 is no limit.")]
 TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Sample from this much probability.")]

@@ -58,7 +58,7 @@ class GenerateOptions(ChatOptions, total=False):
         second one implies the first.
     return_context_logits, return_generation_logits: the model's own logits.
     stop_words: texts that end the answer. stop_token_ids: tokens that do. Neither's text is part of the answer, unless
-        include_stop_str_in_output is true. bad_words: texts that are never completed.
+        include_stop_str_in_output is true. bad_words: exact token sequences that are never generated.
     guide_type, guide: the form that the answer must parse as: `json` (without a guide), or `json_schema`, `regex` or
         `ebnf_grammar` and the text of it.
     lora_name: the adapter by the name under which the server has it, instead of by its id.

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +75,22 @@ def test_ones_own_adapter_answers_from_a_shell(server: ServerProcess, client: Cl
     printed = run_bash(f"export MULTILORA_URL=grpc://{server.grpc_url}\n{examples()['own']}")
     question = [{"role": "user", "content": "Who are you?"}]
     assert printed.strip() == client.generate(messages=question, adapter=pirate, max_tokens=128).text.strip()
+
+
+def test_ones_own_adapters_answer_by_their_names(server: ServerProcess) -> None:
+    """With the tests' server in place of the example's, whose adapters come from the same kind of source."""
+    serve, front, *curl = examples()["names"].splitlines()
+    set_sources = shlex.split(serve)[shlex.split(serve).index("--set") + 1]
+    (source,) = LoRAConfig.model_validate({"lora_sources": set_sources.removeprefix("lora_sources=")}).lora_sources
+    assert (source.source, source.options) == ("directory", {"root": "/adapters"})
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = front.split("#")[0].strip()
+    assert command == "multilora openai &"
+    command = f"multilora openai --url grpc://{server.grpc_url} --port {port} >&2 2>/dev/null &"
+    answer = json.loads(run_bash("\n".join([command, *curl, "kill $!"]).replace(OPENAI, f"127.0.0.1:{port}")))
+    assert answer["model"] == "pirate"
+    assert answer["choices"][0]["message"]["content"].startswith("Arr")
 
 
 def test_our_own_clients_example_streams_an_answer(server: ServerProcess, client: Client, pirate: Adapter) -> None:

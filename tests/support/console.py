@@ -46,7 +46,7 @@ def started_console(grpc_url: str, *options: str) -> Iterator[str]:
         assert console.stderr is not None
         try:
             told = ""
-            while not (match := re.search(r"the console is at (\S+),", told)):
+            while not (match := re.search(r"console: (\S+)", told)):
                 line = console.stderr.readline()
                 assert line, told
                 told += line

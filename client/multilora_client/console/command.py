@@ -95,5 +95,5 @@ def console(
                 ssl_keyfile=key,
                 **forwarding_options([]),
             )
-            typer.echo(f"the console is at {listening_url(listener, certificate)}/, before {url}", err=True)
+            typer.echo(f"console: {listening_url(listener, certificate)}/", err=True)
             uvicorn.Server(config).run(sockets=[listener])

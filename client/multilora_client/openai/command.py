@@ -197,7 +197,7 @@ def openai(
             address = listening_url(listener, certificate)
             typer.echo(f"serving {address}/v1, from {url}", err=True)
             if console:
-                typer.echo(f"the console is at {address}/", err=True)
+                typer.echo(f"console: {address}/", err=True)
             uvicorn.Server(config).run(sockets=[listener])
 
 

@@ -38,7 +38,7 @@ def test_it_listens_on_loopback_and_looks_at_the_server(served: list[Any], fake_
     assert result.exit_code == 0, result.output
     ((config, address),) = served
     assert address[0] == "127.0.0.1"
-    assert f"the console is at http://127.0.0.1:{address[1]}/, before {fake_triton.url}" in result.stderr
+    assert f"console: http://127.0.0.1:{address[1]}/" in result.stderr
     with TestClient(config.app, headers=PAGE, base_url="http://gpu7.example") as console:
         about = console.get("/console/api/about").json()
     assert (about["model"], about["is_read_only"], about["urls"]["grpc"]) == (MODEL, True, fake_triton.url)
