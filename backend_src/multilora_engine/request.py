@@ -153,6 +153,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     lora_name: the client's name for the adapter of `lora_task_id`, empty if it gave none.
     adapter_tenant: the tenant that this adapter belongs to, empty for none.
     num_tokens_ahead: of the prompts and answers, at their longest, that came before it in the same request of a client.
+    tells_perf: whether each output has its metrics so far, and not the last one alone.
     """
 
     request_id: str
@@ -165,6 +166,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     adapter_tenant: str = ""
     sender: Sender = Sender()
     num_tokens_ahead: int = 0
+    tells_perf: bool = False
 
     @property
     def task_id(self) -> TaskId | None:
@@ -182,7 +184,7 @@ class TokenLogProb(msgspec.Struct, frozen=True):
 class PerfMetrics(msgspec.Struct, frozen=True):
     """Times of one request in nanoseconds since the epoch (0: did not happen), and the KV cache blocks it was given.
 
-    The times are by the clock as it was set at the request's end, so that the time between them was measured.
+    The times are by the clock as it was set when they were told, so that the time between them was measured.
     Reused blocks came with keys and values of its tokens, new ones without; total is both. Blocks that it lost by
     preemption and was given again count each time.
     """
@@ -225,7 +227,7 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     generation_logits: likewise, float32 [tokens, vocab]. context_logits: of the prompt's next tokens,
         in outputs without tokens and in the first one with tokens; a front has a view of the message's memory.
     prompt_log_probs: of every token of the prompt, in the first output; rows of `prompt_log_probs.row_type`.
-    perf: in the last output.
+    perf: in the last output, and before it for a request that `tells_perf`.
     beams: all answers of a beam search, in its only output: best first, at most `beam_width`. Its reason is the
         best answer's, and num_output_tokens counts all of them.
     """

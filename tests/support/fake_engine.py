@@ -212,7 +212,7 @@ class FakeEngine:
             num_prompt_tokens=len(request.prompt_token_ids),
             num_output_tokens=len(self.produced[request.request_id]),
             lora_digest="" if adapter is None else adapter.digest,
-            perf=PerfMetrics() if reason else None,
+            perf=PerfMetrics() if reason or request.tells_perf else None,
         )
 
 

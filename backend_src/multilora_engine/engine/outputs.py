@@ -32,7 +32,7 @@ def token_output(sequence: Sequence, delta: TextDelta, finish_reason: FinishReas
         context_logits=report.release_logits(),
         prompt_log_probs=report.release_log_probs(),
         num_cached_tokens=sequence.block_table.num_cached_tokens,
-        perf=None if finish_reason is None else sequence.perf,
+        perf=sequence.perf if finish_reason is not None or sequence.request.tells_perf else None,
     )
 
 

@@ -210,6 +210,7 @@ def _expand(
                 priority,
                 lora_name,
                 num_tokens_ahead=num_tokens,
+                tells_perf=call.is_streaming and (call.returns_perf or call.returns_kv_cache),
             )
             num_tokens += len(prompt) + sampling.max_tokens
             requests.append(request)

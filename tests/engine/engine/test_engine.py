@@ -297,6 +297,15 @@ def test_times_and_blocks_of_a_request_are_told_with_its_last_output(engine: Eng
     assert (perf.kv_cache_alloc_total_blocks, perf.kv_cache_alloc_new_blocks, perf.kv_cache_reused_blocks) == (3, 3, 0)
 
 
+def test_a_request_may_be_told_its_times_and_blocks_all_along(engine: Engine) -> None:
+    engine.add_request(msgspec.structs.replace(request("r", [3] * 20, max_tokens=20), tells_perf=True))
+    told = [output.perf for _ in range(20) for output in engine.step()]
+
+    blocks = [perf.kv_cache_alloc_total_blocks for perf in told if perf is not None]
+    assert (len(blocks), blocks[0], blocks[-1]) == (len(told), 2, 3)
+    assert blocks == sorted(blocks)
+
+
 def test_log_probs_are_those_of_transformers_one_for_each_token(engine: Engine, checkpoint: Path) -> None:
     oracle = LlamaForCausalLM.from_pretrained(checkpoint).eval()
     wanted = {"return_log_probs": True, "num_top_log_probs": 2}

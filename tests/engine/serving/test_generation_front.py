@@ -110,9 +110,11 @@ def test_a_door_of_the_ensembles_names_reads_what_they_mean(link: EngineLink, en
 def test_blocks_of_the_kv_cache_are_told_to_a_request_that_asks(
     front: GenerationFront, asked: dict[str, list[list[bool]]]
 ) -> None:
-    (response,) = ask(front, {"input_ids": [[5, 6, 7]], "max_tokens": [[2]], **asked})
-    assert ("kv_cache_reused_blocks" in response.arrays) == bool(asked)
-    assert ("arrival_time_ns" in response.arrays) == ("return_perf_metrics" in asked)
+    tensors = {"input_ids": [[5, 6, 7]], "max_tokens": [[50]], **asked}
+    whole, streamed = ask(front, tensors), ask(front, tensors | {"streaming": [[True]]})
+    for response in (*whole, *streamed):  # upstream's clients read them of each response
+        assert ("kv_cache_reused_blocks" in response.arrays) == bool(asked)
+        assert ("arrival_time_ns" in response.arrays) == ("return_perf_metrics" in asked)
 
 
 def test_what_the_server_does_not_do_is_refused_by_its_name(front: GenerationFront) -> None:
