@@ -4,16 +4,19 @@ side. It ends with the error of a client that asks for an adapter the server doe
 """
 
 import asyncio
+import fcntl
 import json
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 from rich.console import Console
@@ -26,13 +29,16 @@ from checkpoints.quantized_default_model import SchemeName, ensure_quantized_che
 from machine_room import check_memory
 from multilora_client import Adapter, AsyncClient, Client, Message, MultiloraClientError, load_adapter
 from multilora_client.peft_directory import read_peft_directory
+from multilora_client.terminal import one_line_errors
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.registry import adapter_sites, read_model_config
+from multilora_engine.text.tokenizer_files import read_tokenizer
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 from multilora_engine.tritonserver.addresses import PortTaken, resolve_addresses
 from multilora_engine.tritonserver.checkpoint import check_stub_opens, resolve_checkpoint
 from multilora_engine.tritonserver.launch import announce, console, errors_as_one_line, wait_ready, watch
 from multilora_kernels.cpu.build import needs_compiler
+from multilora_wire.adapter_names import task_id_of_name
 from servers.started_server import sigterm_as_ctrl_c
 from training.sample_adapters import SAMPLE_ADAPTERS
 
@@ -67,6 +73,27 @@ class Column:
         return f"{self.num_tokens / self.seconds:.1f} tokens/s" if self.seconds else ""
 
 
+@dataclass(frozen=True)
+class Question:
+    """The question to all. is_chat: whether the model has a chat template."""
+
+    text: str
+    is_chat: bool
+
+    @property
+    def prompt(self) -> str | None:
+        return None if self.is_chat else self.text
+
+    @property
+    def messages(self) -> list[Message] | None:
+        return [{"role": "user", "content": self.text}] if self.is_chat else None
+
+    @property
+    def json_fields(self) -> dict[str, object]:
+        """The same at HTTP's `generate`."""
+        return {"messages": json.dumps(self.messages)} if self.is_chat else {"text_input": self.text}
+
+
 def main(
     once: Annotated[bool, typer.Option("--once", help="Stop the server after the answers.")] = False,
     model: Annotated[
@@ -86,20 +113,36 @@ def main(
         raise typer.BadParameter(
             "--quantize is for the default model; make another one with `multilora quantize` first"
         )
-    with errors_as_one_line(), sigterm_as_ctrl_c(), ExitStack() as resources:
+    with errors_as_one_line(), one_line_errors(), sigterm_as_ctrl_c(), ExitStack() as resources:
         check_machine(is_default_model=model is None, free_ports=free_ports)
         checkpoint = choose_checkpoint(model, quantize)
-        log = resources.enter_context((cache_directory() / "quickstart.log").open("w", buffering=1))
+        question = Question(prompt, is_chat=read_tokenizer(checkpoint).has_chats)
+        log = resources.enter_context(open_log(cache_directory()))
         server = resources.enter_context(
             ServerProcess(server_options(checkpoint, free_ports), on_log=lambda line: print(line, file=log))
         )
         console.print(f"server log: {log.name}")
         wait_ready(server)
-        demonstrate(server, prompt, sample_adapters(checkpoint))
+        demonstrate(server, question, sample_adapters(checkpoint))
         if not once:
             announce(server)
             with suppress(KeyboardInterrupt), web_console(server, free_ports):
                 watch(server, CANARY_INTERVAL_S)
+
+
+def open_log(folder: Path) -> TextIO:
+    """An empty quickstart.log in `folder`, or one with a number where another quickstart writes that one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        log = (folder / ("quickstart.log" if number == 1 else f"quickstart-{number}.log")).open("a", buffering=1)
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.close()
+        else:
+            log.truncate(0)
+            break
+    return log
 
 
 def check_machine(is_default_model: bool, free_ports: bool) -> None:
@@ -156,13 +199,13 @@ def server_options(checkpoint: Path, free_ports: bool) -> ServerOptions:
 
 
 def sample_adapters(checkpoint: Path) -> dict[str, Adapter]:
-    """The sample adapters by title, none when they do not fit the model of `checkpoint`."""
+    """The sample adapters by name, none when they do not fit the model of `checkpoint`."""
     adapters = {}
-    for lora_task_id, sample in enumerate(SAMPLE_ADAPTERS.values(), start=1):
+    for sample in SAMPLE_ADAPTERS.values():
         if reason := misfit(sample.directory, checkpoint):
             console.print(f"[yellow]No sample adapters:[/] {reason}. Only the base model answers.", soft_wrap=True)
             return {}
-        adapters[f"{sample.name} (rank {sample.rank})"] = load_adapter(sample.directory, lora_task_id)
+        adapters[sample.name] = load_adapter(sample.directory, task_id_of_name(sample.name))
     return adapters
 
 
@@ -182,52 +225,55 @@ def misfit(adapter_directory: Path, checkpoint: Path) -> str | None:
     return None
 
 
-def demonstrate(server: ServerProcess, prompt: str, adapters: dict[str, Adapter]) -> None:
+def demonstrate(server: ServerProcess, question: Question, adapters: dict[str, Adapter]) -> None:
     """All answers at once, then the error of a missing adapter, then the same from a shell."""
-    answers.print(Text(f"\n{prompt}", "bold"))
-    columns = [Column("base model", None), *(Column(title, adapter) for title, adapter in adapters.items())]
-    asyncio.run(warm_up(server, prompt, [column.adapter for column in columns]))
-    seconds = asyncio.run(ask_all(server, prompt, columns))
+    answers.print(Text(f"\n{question.text}", "bold"))
+    titles = {name: f"{name} (rank {SAMPLE_ADAPTERS[name].rank})" for name in adapters}
+    columns = [Column("base model", None), *(Column(titles[name], adapter) for name, adapter in adapters.items())]
+    asyncio.run(warm_up(server, question, adapters))
+    seconds = asyncio.run(ask_all(server, question, columns))
     answers.print(as_table(columns))
     num_tokens = sum(column.num_tokens for column in columns)
     answers.print(f"{len(columns)} in one batch: {num_tokens / seconds:.1f} tokens/s in total")
-    show_missing_adapter(server, prompt)
-    show_curl(server, prompt, bool(adapters))
+    show_missing_adapter(server, question)
+    show_curl(server, question, next(iter(adapters), None))
 
 
-async def warm_up(server: ServerProcess, prompt: str, adapters: Iterable[Adapter | None]) -> None:
-    """Get a token of each adapter.
+async def warm_up(server: ServerProcess, question: Question, adapters: Mapping[str, Adapter]) -> None:
+    """Upload the adapters by their names, and get a token of each.
 
     A model's process loads libraries for its first chat and its first adapter, which takes seconds: the rates that are
     shown are those of all later requests.
     """
     async with AsyncClient(f"grpc://{server.grpc_url}") as client:
-        for adapter in adapters:
-            async for _ in client.stream(messages=chat(prompt), adapter=adapter, max_tokens=1):
+        for name, adapter in adapters.items():
+            await client.upload(adapter, lora_name=name)
+        for asked in (None, *adapters.values()):
+            async for _ in client.stream(question.prompt, messages=question.messages, adapter=asked, max_tokens=1):
                 pass
 
 
-async def ask_all(server: ServerProcess, prompt: str, columns: Sequence[Column]) -> float:
+async def ask_all(server: ServerProcess, question: Question, columns: Sequence[Column]) -> float:
     """Fill all columns concurrently, showing them as they grow; returns the seconds it took."""
     start = time.perf_counter()
     with Live(console=answers, auto_refresh=False, transient=True) as live:
-        async with AsyncClient(f"grpc://{server.grpc_url}") as client, asyncio.TaskGroup() as tasks:
-            for column in columns:
-                tasks.create_task(ask(client, prompt, column, lambda: live.update(as_table(columns), refresh=True)))
+        async with AsyncClient(f"grpc://{server.grpc_url}") as client:
+            show = partial(live.update, refresh=True)
+            await asyncio.gather(
+                *(ask(client, question, column, lambda: show(as_table(columns))) for column in columns)
+            )
     return time.perf_counter() - start
 
 
-async def ask(client: AsyncClient, prompt: str, column: Column, on_change: Callable[[], None]) -> None:
+async def ask(client: AsyncClient, question: Question, column: Column, on_change: Callable[[], None]) -> None:
     start = time.perf_counter()
-    async for chunk in client.stream(messages=chat(prompt), adapter=column.adapter, max_tokens=MAX_TOKENS):
+    async for chunk in client.stream(
+        question.prompt, messages=question.messages, adapter=column.adapter, max_tokens=MAX_TOKENS
+    ):
         column.text += chunk.text
         column.num_tokens = chunk.num_output_tokens or column.num_tokens
         column.seconds = time.perf_counter() - start
         on_change()
-
-
-def chat(prompt: str) -> list[Message]:
-    return [{"role": "user", "content": prompt}]
 
 
 def as_table(columns: Sequence[Column]) -> Table:
@@ -238,23 +284,23 @@ def as_table(columns: Sequence[Column]) -> Table:
     return table
 
 
-def show_missing_adapter(server: ServerProcess, prompt: str) -> None:
+def show_missing_adapter(server: ServerProcess, question: Question) -> None:
     """A task id that was never sent is an error, never an answer of the base model."""
     answers.print(f"\nA request with [bold]lora_task_id {MISSING_TASK_ID}[/], which nobody has sent, gets:")
     with Client(f"grpc://{server.grpc_url}") as client:
         try:
-            client.generate(messages=chat(prompt), adapter=MISSING_TASK_ID, max_tokens=1)
+            client.generate(question.prompt, messages=question.messages, adapter=MISSING_TASK_ID, max_tokens=1)
         except MultiloraClientError as error:
             answers.print(Text(f"{error.code}: {error}", "red"), soft_wrap=True)
 
 
-def show_curl(server: ServerProcess, prompt: str, has_adapters: bool) -> None:
-    """The same request from a shell; an adapter that was sent once is asked for by its id."""
+def show_curl(server: ServerProcess, question: Question, name: str | None) -> None:
+    """The same request from a shell; an adapter that was sent once is asked for by its name."""
     request = {
-        "messages": json.dumps(chat(prompt)),
+        **question.json_fields,
         "max_tokens": MAX_TOKENS,
         "exclude_input_in_output": True,
-        **({"lora_task_id": 1} if has_adapters else {}),
+        **({"lora_name": name} if name else {}),
     }
     url = f"http://{server.http_url}/v2/models/generation_unary/generate"
     answers.print("\nFrom a shell:")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import typer
 
 import quickstart
+from multilora_client.errors import InvalidRequest
 from multilora_engine.errors import ConfigError
 from multilora_engine.tritonserver import ServerOptions
+from multilora_wire.adapter_names import task_id_of_name
 
 
 @pytest.fixture
@@ -53,3 +57,61 @@ def test_only_the_default_models_memory_is_known(monkeypatch: pytest.MonkeyPatch
     quickstart.check_machine(is_default_model=False, free_ports=True)
     quickstart.check_machine(is_default_model=True, free_ports=True)
     assert asked == [quickstart.NEEDED_MEMORY_BYTES]
+
+
+def test_a_model_without_a_chat_template_is_asked_by_plain_text() -> None:
+    chat, plain = quickstart.Question("Why?", is_chat=True), quickstart.Question("Why?", is_chat=False)
+    assert (chat.prompt, chat.messages) == (None, [{"role": "user", "content": "Why?"}])
+    assert (plain.prompt, plain.messages) == ("Why?", None)
+    assert chat.json_fields == {"messages": '[{"role": "user", "content": "Why?"}]'}
+    assert plain.json_fields == {"text_input": "Why?"}
+
+
+def test_two_quickstarts_do_not_write_into_the_same_log(tmp_path: Path) -> None:
+    folder = tmp_path / "not there yet"
+    with quickstart.open_log(folder) as first, quickstart.open_log(folder) as second:
+        print("one", file=first)
+        print("two", file=second)
+        assert [Path(log.name).name for log in (first, second)] == ["quickstart.log", "quickstart-2.log"]
+    with quickstart.open_log(folder) as third:
+        print("three", file=third)
+    assert (folder / "quickstart.log").read_text() == "three\n"
+    assert (folder / "quickstart-2.log").read_text() == "two\n"
+
+
+def test_sample_adapters_go_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quickstart, "misfit", lambda *_: None)
+    adapters = quickstart.sample_adapters(Path())
+    assert {name: adapter.lora_task_id for name, adapter in adapters.items()} == {
+        name: task_id_of_name(name) for name in ("pirate", "json", "emoji")
+    }
+
+
+def test_an_error_of_a_client_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise InvalidRequest("this model has no chat template")
+
+    class Server:
+        """Starts nothing."""
+
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def __enter__(self) -> Server:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setenv("MULTILORA_CACHE", str(tmp_path))
+    monkeypatch.setattr(quickstart, "resolve_checkpoint", Path)
+    monkeypatch.setattr(quickstart, "read_tokenizer", lambda _: SimpleNamespace(has_chats=True))
+    monkeypatch.setattr(quickstart, "sample_adapters", lambda _: {})
+    monkeypatch.setattr(quickstart, "ServerProcess", Server)
+    monkeypatch.setattr(quickstart, "wait_ready", lambda _: None)
+    monkeypatch.setattr(quickstart, "demonstrate", refuse)
+    with pytest.raises(typer.Exit):
+        quickstart.main(once=True, model=str(tmp_path), quantize=None, free_ports=True)
+    assert "error: [INVALID_ARG] this model has no chat template" in capsys.readouterr().err.splitlines()[-1]
