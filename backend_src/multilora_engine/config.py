@@ -22,6 +22,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, mo
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.lora_config import LoRAConfig
+from multilora_wire.checkpoint_directory import why_no_checkpoint
 
 _Switch = Literal["auto"] | bool
 _LEAST_HANG_TIMEOUT_S = 1.0
@@ -245,10 +246,8 @@ class EngineConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_together(self) -> EngineConfig:
-        if not (self.model_path / "config.json").is_file():
-            raise ValueError(
-                f"model_path: {self.model_path} has no config.json; give the directory of a Hugging Face checkpoint"
-            )
+        if reason := why_no_checkpoint(self.model_path):
+            raise ValueError(f"model_path: {reason}")
         if self.tokenizer_path is not None and not self.tokenizer_path.is_dir():
             raise ValueError(
                 f"tokenizer_path: {self.tokenizer_path} is no directory; write one with a tokenizer, or nothing for "

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from multilora_client.bfloat16 import bfloat16_to_float32
 from multilora_client.errors import AdapterError
+from multilora_wire.checkpoint_directory import only_gguf
 from multilora_wire.quantized.quantization import Quantization, read_quantization
 from multilora_wire.quantized.scheme import (
     Array,
@@ -45,6 +46,9 @@ class BaseWeights:
 
     def __init__(self, directory: Path) -> None:
         """Raises AdapterError when `directory` holds no such checkpoint."""
+        has_weights = any((directory / name).is_file() for name in (_SINGLE_FILE, _INDEX_FILE))
+        if not has_weights and (advice := only_gguf(directory)):
+            raise AdapterError(advice)
         self._directory = directory
         self._file_of = _weight_map(directory)
         self._header = cache(read_header)

@@ -55,7 +55,7 @@ def test_values_are_read_in_their_types(checkpoint: str) -> None:
             {"max_num_seqs": "600", "max_num_batched_tokens": "256"},
             "max_num_seqs: 600 .*write max_num_seqs <= max_num_batched_tokens",
         ),
-        ({"model_path": "/nowhere"}, "/nowhere has no config.json"),
+        ({"model_path": "/nowhere"}, "model_path: /nowhere is not there; give the directory"),
         ({"tokenizer_path": "/nowhere"}, "tokenizer_path: /nowhere is no directory"),
         ({"stream_interval": "9" * 20}, f"stream_interval: {'9' * 20} is beyond 4611686018427387904; write a smaller"),
         ({"lora_max_adapter_bytes": "9" * 20}, "lora_max_adapter_bytes: .* is beyond"),

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from multilora_engine.errors import ConfigError
-from multilora_wire.quantized.gguf import GGUF_ADVICE, gguf_files
+from multilora_wire.checkpoint_directory import only_gguf
 from multilora_wire.quantized.scheme import StoredTensor
 
 SINGLE_FILE = "model.safetensors"
@@ -66,8 +66,8 @@ def checkpoint_files(path: Path) -> list[Path]:
         return [path / SINGLE_FILE]
     if (path / INDEX_FILE).is_file():
         return _indexed_files(path)
-    if gguf := gguf_files(path):
-        raise ConfigError(f"{path} has only {', '.join(gguf)}: {GGUF_ADVICE}")
+    if advice := only_gguf(path):
+        raise ConfigError(f"{path} has no {SINGLE_FILE}: {advice}")
     pickles = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(path.glob(pattern))]
     reason = f"it has only {', '.join(pickles)}, and pickle files can run code" if pickles else "it has neither"
     raise ConfigError(

@@ -19,6 +19,7 @@ from multilora_engine.models.hf_config import HFConfig, read_hf_config
 from multilora_engine.models.model import Model
 from multilora_engine.models.model_config import ModelConfig, check_shape, decoder_config, read_json
 from multilora_engine.models.weights import WeightFormat
+from multilora_wire.checkpoint_directory import why_no_checkpoint
 from multilora_wire.sites import ModelSites
 
 
@@ -62,6 +63,8 @@ def read_model_config(path: Path) -> ModelConfig:
 
     Raises ConfigError for a family, activation or rope type that is not served.
     """
+    if reason := why_no_checkpoint(path):
+        raise ConfigError(reason)
     raw = read_json(path / "config.json")
     name = _architecture_name(raw)
     hf = read_hf_config(raw, FAMILIES[name].fields)

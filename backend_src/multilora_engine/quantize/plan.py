@@ -69,8 +69,8 @@ def make_plan(source: Path, scheme: Scheme, options: OuterOptions) -> Plan:
     matrix of no linear and no embedding, lacks one or has it in another shape, has a head that is not the embeddings
     that it should be, or has linears whose inputs the group size does not divide.
     """
-    _refuse_quantized(source)
     is_tied = read_model_config(source).tie_word_embeddings
+    _refuse_quantized(source)
     if is_tied and options.has_coded_embeddings and options.head == "none":
         raise ConfigError(f"{source}: its head is its embeddings; leave --head none or --embeddings w8a16 out")
     model = _empty_model(source)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from multilora_engine.errors import ConfigError
-from multilora_wire.quantized.gguf import GGUF_ADVICE, gguf_files
+from multilora_wire.checkpoint_directory import why_no_checkpoint
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _WANTED_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.jinja"]
@@ -36,12 +36,8 @@ def check_stub_opens(path: str) -> None:
 
 def check_checkpoint(directory: Path) -> None:
     """Raises ConfigError unless `directory` looks like a Hugging Face checkpoint."""
-    if not (directory / "config.json").is_file():
-        if gguf := gguf_files(directory):
-            raise ConfigError(f"{directory} has no config.json, only {', '.join(gguf)}: {GGUF_ADVICE}")
-        raise ConfigError(
-            f"{directory} has no config.json; give the directory of a Hugging Face checkpoint, or a hub id (owner/name)"
-        )
+    if reason := why_no_checkpoint(directory):
+        raise ConfigError(reason if directory.exists() else f"{reason}, or a hub id (owner/name)")
 
 
 def _download(hub_id: str) -> Path:

@@ -152,8 +152,11 @@ def probe(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model=/nowhere"], "error: /nowhere has no config.json; give the directory of a Hugging Face checkpoint"),
-        (["--model=/nowhere/Q4.gguf"], "error: /nowhere/Q4.gguf has no config.json, only Q4.gguf: GGUF is not served"),
+        (
+            ["--model=/nowhere"],
+            "error: /nowhere is not there; give the directory of a Hugging Face checkpoint, or a hub id (owner/name)",
+        ),
+        (["--model=/nowhere/Q4.gguf"], "error: /nowhere/Q4.gguf is GGUF, which is not served; quantise the original"),
         (["--set", "tokenizer_path=/mödel"], "error: /mödel: Triton's Python backend opens only paths of ASCII"),
         (["--set", "max_loras"], "error: --set max_loras: write --set NAME=VALUE"),
         (["--tritonserver=/nowhere"], "error: /nowhere is not an executable file"),
