@@ -128,6 +128,7 @@ def main(
             announce(server)
             with suppress(KeyboardInterrupt), web_console(server, free_ports):
                 watch(server, CANARY_INTERVAL_S)
+            console.print("stopping; Ctrl-C again ends it at once")
 
 
 def open_log(folder: Path) -> TextIO:

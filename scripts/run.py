@@ -38,7 +38,7 @@ def run(name: str, file: Path, arguments: list[str]) -> None:
     """Import the command, and call it as typer does."""
     module = importlib.import_module(".".join(file.relative_to(SCRIPTS).with_suffix("").parts))
     sys.argv = [f"scripts/run {name}", *arguments]
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(help=module.main.__doc__ or module.__doc__, epilog=getattr(module, "EPILOG", None))(module.main)
     app()
 

@@ -20,6 +20,8 @@ _logger = logging.getLogger(__name__)
 _CPU_KV_CACHE_BYTES = 1 << 30
 _CPU_ALLOCATION_FAILED = "DefaultCPUAllocator: can't allocate memory"
 _GIB = 1 << 30
+_FEWEST_TOKENS = 128
+"""Of a sequence, unless `max_model_len` asks for fewer: a chat template alone takes dozens."""
 _HEADER_PAGES = 1
 """More than the header of a file takes."""
 
@@ -192,6 +194,24 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) ->
             f"the KV cache holds {kv_tokens} tokens in blocks of {config.block_size}, fewer than max_model_len "
             f"({wanted}); raise kv_cache_memory_bytes, or write a smaller max_model_len or block_size"
         )
+    if kv_tokens < min(wanted, _FEWEST_TOKENS):
+        raise ConfigError(
+            f"the KV cache holds {kv_tokens} tokens, too few for a prompt and its answer; raise kv_cache_memory_bytes, "
+            f"or write the longest sequence as max_model_len (the checkpoint's own limit is {wanted})"
+        )
+    if kv_tokens < wanted:
+        _logger.warning(
+            "the KV cache holds %d tokens, so that sequences end there and not at the checkpoint's %d: raise "
+            "kv_cache_memory_bytes, or write a smaller max_model_len",
+            kv_tokens,
+            wanted,
+        )
+    if wanted > model.max_position_embeddings:
+        _logger.warning(
+            "max_model_len is %d, beyond the checkpoint's own limit of %d tokens: answers may be of less use there",
+            wanted,
+            model.max_position_embeddings,
+        )
     return min(wanted, kv_tokens)
 
 
@@ -212,6 +232,8 @@ def _report(plan: MemoryPlan, config: EngineConfig, layout: AdapterLayout, devic
     )
     _logger.info("adapters are stored as %s in pages of %.0f KiB", layout.lora_dtype, layout.page_bytes / 1024)
     tiers = {"host": plan.num_host_pages, f"device ({device})": plan.num_device_pages}
+    if device.type == "cpu":
+        tiers = {"host and device": plan.num_host_pages}  # They are the same pages.
     if config.lora.lora_cache_dir is not None:
         tiers["disk"] = _disk_pages(config, layout)
     for tier, num_pages in tiers.items():

@@ -65,9 +65,9 @@ class RequestLimits:
         if not prompt:
             raise InvalidRequest("the prompt is empty: it has no tokens")
         if len(prompt) + min(1, sampling.max_tokens) > self.max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {len(prompt)} tokens and max_model_len is {self.max_model_len}: no room to answer"
-            )
+            is_cache = self.max_model_len == self.num_blocks * self.block_size
+            limit = f"{self.max_model_len}{', all that kv_cache_memory_bytes has room for' if is_cache else ''}"
+            raise InvalidRequest(f"the prompt has {len(prompt)} tokens and max_model_len is {limit}: no room to answer")
         vocab_size = self.vocab_size
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             position = next(i for i, token_id in enumerate(prompt) if not 0 <= token_id < vocab_size)

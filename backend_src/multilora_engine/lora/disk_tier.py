@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import re
+import shutil
 import stat
 import time
 from collections import OrderedDict, deque
@@ -116,6 +117,15 @@ class DiskTier:
         self._writer = workers(1)
         self._readers = workers(_NUM_READERS)
         self._find_files()
+        free_bytes = shutil.disk_usage(directory).free
+        if self._bytes_used + free_bytes < num_bytes:
+            _logger.warning(
+                "disk tier: %.2f GiB are free at %s, fewer than lora_cache_disk_bytes (%.2f GiB) would take: adapters "
+                "that find no room stay in memory only",
+                free_bytes / (1 << 30),
+                directory,
+                num_bytes / (1 << 30),
+            )
 
     def __len__(self) -> int:
         return len(self._adapters)

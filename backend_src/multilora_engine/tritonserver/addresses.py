@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from dataclasses import dataclass
 
@@ -14,6 +15,16 @@ class PortTaken(ConfigError):
     def __init__(self, taken: str, option: str) -> None:
         super().__init__(f"{taken}; give {option} another port, or 0 for any free one")
         self.taken = taken
+
+
+class HostUnusable(ConfigError):
+    """The host is no address of this machine, whatever the port."""
+
+    def __init__(self, host: str, reason: str | None) -> None:
+        super().__init__(
+            f"nobody can listen at the host {host}: {reason}; give --host an IPv4 address of this machine, or 0.0.0.0 "
+            "for all of them"
+        )
 
 
 @dataclass(frozen=True)
@@ -45,7 +56,7 @@ class Addresses:
 def resolve_addresses(
     host: str, http_port: int, grpc_port: int, metrics_port: int, http_host: str | None = None
 ) -> Addresses:
-    """Replace each port 0 by a free one. Raises PortTaken. http_host: else `host`."""
+    """Replace each port 0 by a free one. Raises PortTaken or HostUnusable. http_host: else `host`."""
     http_host = host if http_host is None else http_host
     with (
         _bind(http_host, http_port, "HTTP") as http,
@@ -70,5 +81,7 @@ def _bind(host: str, port: int, purpose: str) -> socket.socket:
         bound.listen()
     except OSError as error:
         bound.close()
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise HostUnusable(host, error.strerror) from None
         raise PortTaken(f"{purpose} port {port} on {host}: {error.strerror}", f"--{purpose.lower()}-port") from None
     return bound

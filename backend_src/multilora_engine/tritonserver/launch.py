@@ -46,7 +46,7 @@ class _DefaultCommand(TyperCommand):
         formatter.write_usage(ctx.parent.command_path, " ".join(self.collect_usage_pieces(ctx)))
 
 
-app = typer.Typer(cls=_ServeByDefault, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=_ServeByDefault, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 _DEFAULT = ServerOptions()
 
@@ -260,6 +260,7 @@ def live(options: ServerOptions, canary_interval_s: float) -> tuple[MultiloraErr
                 ready_since = time.monotonic()
                 watch(server, canary_interval_s)
             except KeyboardInterrupt:
+                console.print(f"stopping; requests in flight have {options.exit_timeout_s} s to end", soft_wrap=True)
                 raise typer.Exit(_shell_status(server.stop())) from None
             except ServerFailed:
                 server.kill()

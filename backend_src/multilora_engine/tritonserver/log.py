@@ -23,16 +23,21 @@ _NOISE = (
 )
 _WITHOUT_REASON = "failed to load all models"
 """The server's last word, after errors that say why."""
+_COMPILING, _COMPILED = "Compiling the CPU kernels", "Compiled the CPU kernels"
 _STUB_HAS_DIED = "is not healthy"
 _NUM_LINES_OF_A_MODEL = 3
 _TABLE_STARTS = ("+--", "| ")
 
 
 class ServerLog:
-    """The state that the lines so far tell. Only the thread that reads the log calls `feed`."""
+    """The state that the lines so far tell. Only the thread that reads the log calls `feed`.
+
+    loaded: the models that are, in order. is_compiling: whether the engine compiles the CPU kernels now.
+    """
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
+        self.is_compiling = False
         self._load_failures: dict[str, str] = {}
         self._last_error = ""
         self._last_line = ""
@@ -44,6 +49,10 @@ class ServerLog:
         if is_noise(line, message):
             return False
         self._last_line = line
+        if _COMPILING in message:
+            self.is_compiling = True
+        elif _COMPILED in message:
+            self.is_compiling = False
         if match := _LOADED.match(message):
             self.loaded.append(match["model"])
         elif match := _LOAD_FAILED.match(message):

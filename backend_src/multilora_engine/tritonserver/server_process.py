@@ -176,6 +176,8 @@ class ServerProcess:
         loaded = self.log.loaded
         if len(loaded) >= total:
             return "all models loaded, trying an inference"
+        if self.log.is_compiling:
+            return "compiling the CPU kernels, once on this machine, some 90 s on two cores"
         return f"loaded {len(loaded)} of {total} models" + (f": {', '.join(loaded)}" if loaded else "")
 
     def ask(self) -> None:

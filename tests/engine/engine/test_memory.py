@@ -53,7 +53,7 @@ def test_the_log_tells_how_many_adapters_fit_each_tier(
     )
     assert planned.num_host_pages == planned.num_device_pages == 10
     pages = [adapter_pages(layout(checkpoint, 64), rank) for rank in (8, 16, 64)]
-    for tier, num_pages in (("host", 10), ("device (cpu)", 10), ("disk", 100)):
+    for tier, num_pages in (("host and device", 10), ("disk", 100)):
         fits = ", ".join(f"{num_pages // n} of rank {rank}" for n, rank in zip(pages, (8, 16, 64), strict=True))
         assert f"{tier} tier: " in caplog.text
         assert f"adapters on all linear layers that fit: {fits}" in caplog.text
@@ -135,3 +135,40 @@ def test_a_gpu_keeps_free_what_steps_and_unpacked_weights_need(checkpoint: Path)
     assert divide_gpu(config, pages, free=60 << 30, total=80 << 30, step_bytes=0) == (kv_bytes, num_pages)
     with pytest.raises(ConfigError, match=message.format(r"30\.00", r"10\.00")):
         divide_gpu(config, pages, free=60 << 30, total=80 << 30, step_bytes=30 << 30)
+
+
+def kv_plan(checkpoint: Path, num_tokens: int, max_model_len: int = 0) -> int:
+    """The longest sequence beside a KV cache of so many tokens; the checkpoint's own limit is 512."""
+    model = read_model_config(checkpoint)
+    config = EngineConfig(
+        model_path=checkpoint,
+        max_model_len=max_model_len,
+        kv_cache_memory_bytes=ByteSize(num_tokens * memory.kv_bytes_per_token(model, torch.float32)),
+        lora=LoRAConfig(lora_cache_host_memory_bytes=ByteSize(1 << 30)),
+    )
+    return plan_memory(config, model, layout(checkpoint, 8), torch.float32, torch.device("cpu")).max_model_len
+
+
+def test_a_kv_cache_shorter_than_the_models_limit_is_told_with_both_numbers(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert kv_plan(checkpoint, 512) == 512
+    assert "sequences end there" not in caplog.text
+    assert kv_plan(checkpoint, 256) == 256
+    assert "the KV cache holds 256 tokens, so that sequences end there and not at the checkpoint's 512" in caplog.text
+    assert "raise kv_cache_memory_bytes" in caplog.text
+
+
+@pytest.mark.parametrize("num_tokens", [16, 112])
+def test_a_kv_cache_without_room_for_a_chat_stops_the_load_unless_it_was_asked_for(
+    checkpoint: Path, num_tokens: int
+) -> None:
+    message = f"holds {num_tokens} tokens, too few for a prompt and its answer; raise kv_cache_memory_bytes"
+    with pytest.raises(ConfigError, match=message):
+        kv_plan(checkpoint, num_tokens)
+    assert kv_plan(checkpoint, num_tokens, max_model_len=16) == 16
+
+
+def test_a_length_beyond_the_checkpoints_own_is_told(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert kv_plan(checkpoint, 1024, max_model_len=600) == 600
+    assert "max_model_len is 600, beyond the checkpoint's own limit of 512 tokens" in caplog.text

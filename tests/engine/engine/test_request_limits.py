@@ -16,6 +16,7 @@ from support.fronts import TIMEOUT_S
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
+from multilora_engine.engine.request_limits import RequestLimits
 from multilora_engine.errors import InvalidRequest, RequestError
 from multilora_engine.request import GenerationRequest, Guide, SamplingParams
 
@@ -166,3 +167,13 @@ def test_a_number_out_of_range_is_refused_with_the_range(
 def test_a_timeout_that_is_no_number_is_refused(engines: list[Engine]) -> None:
     with pytest.raises(InvalidRequest, match="the timeout is nan"):
         engines[0].add_request(msgspec.structs.replace(NEIGHBOUR, timeout_s=NAN))
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "limit"), [(2, "32, all that kv_cache_memory_bytes has room for: no room"), (3, "32: no room")]
+)
+def test_a_prompt_that_is_too_long_is_told_with_what_limits_it(num_blocks: int, limit: str) -> None:
+    limits = RequestLimits(32, 100, 1 << 20, 4, num_blocks, 16)
+    request = GenerationRequest("r", [1] * 40, SamplingParams(1))
+    with pytest.raises(InvalidRequest, match=f"the prompt has 40 tokens and max_model_len is {limit} to answer"):
+        limits.check(request)

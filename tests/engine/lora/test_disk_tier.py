@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
@@ -267,6 +268,18 @@ def test_a_directory_that_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"lora_cache_dir: .*file"):
         DiskTier(tmp_path / "file" / "cache", 1 << 20, TINY)
+
+
+def test_a_budget_that_the_file_system_has_no_room_for_is_told(
+    filled: Path, tiers: list[DiskTier], caplog: pytest.LogCaptureFixture
+) -> None:
+    free = shutil.disk_usage(filled).free
+    used = sum(file.stat().st_size for file in filled.glob("*.safetensors"))
+    tiers.append(DiskTier(filled, free // 2, TINY))
+    assert "fewer than lora_cache_disk_bytes" not in caplog.text
+    tiers.pop().close()
+    tiers.append(DiskTier(filled, 2 * free + used, TINY))
+    assert f"GiB are free at {filled}, fewer than lora_cache_disk_bytes" in caplog.text
 
 
 def test_what_a_crash_left_half_written_is_cleared_away(filled: Path, tiers: list[DiskTier]) -> None:

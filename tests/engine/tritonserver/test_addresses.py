@@ -20,6 +20,15 @@ def test_a_taken_port_is_named_with_the_option_that_changes_it() -> None:
             resolve_addresses("127.0.0.1", 0, port, 0)
 
 
+@pytest.mark.parametrize("host", ["::1", "nohost.invalid", "192.0.2.1", "127.0.0.1:80", "http://127.0.0.1"])
+@pytest.mark.parametrize("port", [0, 8000])
+def test_a_host_that_cannot_be_is_blamed_and_not_its_port(host: str, port: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^nobody can listen at the host {host}: .*; give --host an IPv4 address"):
+        resolve_addresses(host, port, port, port)
+    with pytest.raises(ConfigError, match=rf"^nobody can listen at the host {host}: "):
+        resolve_addresses("127.0.0.1", 0, 0, 0, http_host=host)
+
+
 def test_the_same_port_twice_is_refused() -> None:
     port = resolve_addresses("127.0.0.1", 0, 0, 0).http_port
     with pytest.raises(ConfigError, match=f"metrics port {port}"):

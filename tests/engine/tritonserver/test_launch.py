@@ -184,6 +184,9 @@ def test_help_shows_the_command_as_it_is_typed_and_version_the_package() -> None
     status, text = told("--help")
     assert status == 0
     assert re.search(r"Usage: python\d* -m multilora_engine.tritonserver.launch +\[OPTIONS\]", " ".join(text.split()))
+    assert "…" not in text
+    for name in ("--model-repository", "--startup-timeout-secs", "--canary-interval-secs", "--upstream-models"):
+        assert f"\n  {name} " in text
     assert told("--version") == (0, f"multilora-serve {version('multilora-engine')}\n")
 
 

@@ -30,6 +30,35 @@ def test_noise_is_neither_shown_nor_taken_for_the_reason(line: str) -> None:
     assert log.failure == "the reason"
 
 
+def test_compiling_is_told_as_long_as_it_takes() -> None:
+    log = ServerLog()
+    for line, is_compiling in [
+        (f'I{STAMP} model_lifecycle.cc:472] "loading: generation:1"', False),
+        ("INFO multilora_kernels.cpu.build: Compiling the CPU kernels into /cache: once per machine", True),
+        ("INFO multilora_engine: something else", True),
+        ("INFO multilora_kernels.cpu.build: Compiled the CPU kernels in 85 s", False),
+    ]:
+        log.feed(line)
+        assert log.is_compiling is is_compiling
+
+
+def test_a_model_that_died_is_told_with_the_last_lines_of_its_process() -> None:
+    log = ServerLog()
+    for line in ("terminate called after throwing an instance of 'std::invalid_argument'", "  what():  stol"):
+        log.feed(line)
+    log.feed(f"E{STAMP} model_lifecycle.cc:642] \"failed to load 'a' version 1: Internal: Stub 'a' is not healthy.\"")
+    log.feed("error: creating server: Internal - failed to load all models")
+    assert log.failure.startswith("a: Stub 'a' is not healthy. It wrote: terminate called after ")
+    assert log.failure.endswith(" / what():  stol")
+
+
+def test_the_servers_last_word_does_not_hide_the_error_before_it() -> None:
+    log = ServerLog()
+    log.feed(f'E{STAMP} model_repository_manager.cc:1460] "Poll failed for model directory a: no such backend"')
+    log.feed("error: creating server: Internal - failed to load all models")
+    assert log.failure == "Poll failed for model directory a: no such backend"
+
+
 def test_a_failed_load_is_the_reason_without_its_python_trace() -> None:
     log = ServerLog()
     log.feed(
