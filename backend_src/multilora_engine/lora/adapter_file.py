@@ -7,15 +7,19 @@ that ends the engine, and copying would hold the GIL.
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
 
+from multilora_engine.log_lines import one_line
 from multilora_engine.lora.format import any_dora, check_rows, content_digest, ranks_of
 from multilora_engine.lora.layout import PackedRow, page_shape
 from multilora_engine.lora.names import TaskId, label_of, parse_label
@@ -28,13 +32,34 @@ FORMAT_VERSION = "3"
 _NO_DIGEST = "0" * 32
 """Stands for a digest that is yet to come."""
 
+_DIGEST = re.compile(f"[0-9a-f]{{{len(_NO_DIGEST)}}}")
+
 _MAX_HEADER_BYTES = 16 << 20
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """NONBLOCK: opening a FIFO must not wait for a writer."""
 
 
+_MAX_REASON_CHARS = 200
+
+
 class DamagedFile(Exception):
-    """A file is damaged; the text says in which way."""
+    """A file is damaged; the text, a line, says in which way."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(one_line(text, _MAX_REASON_CHARS))
+
+
+@contextmanager
+def _failing_alone() -> Iterator[None]:
+    """Whatever reading a file raises is about that file: a DamagedFile, or an OSError, for want of memory, too."""
+    try:
+        yield
+    except (OSError, DamagedFile):
+        raise
+    except MemoryError as error:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
+    except Exception as error:
+        raise DamagedFile(f"it cannot be read: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -126,7 +151,7 @@ def write_file_atomically(path: Path, header: bytes, pages: Sequence[torch.Tenso
             for page in pages:
                 _write_all(file.fileno(), page.numpy().data)
         part.replace(path)
-    except OSError:
+    except BaseException:
         part.unlink(missing_ok=True)
         raise
 
@@ -183,7 +208,8 @@ def describe_file(path: Path, layout: AdapterLayout) -> DiskAdapter:
         raise DamagedFile(f"its name is not {error}") from None
     fd = open_regular(path)
     try:
-        return _read_header(fd, lora_task_id, layout).adapter
+        with _failing_alone():
+            return _read_header(fd, lora_task_id, layout).adapter
     finally:
         os.close(fd)
 
@@ -245,6 +271,8 @@ def _check_metadata(metadata: _Metadata, lora_task_id: TaskId, layout: AdapterLa
         raise DamagedFile("it is another checkpoint's, or of other lora parameters")
     if metadata.lora_task_id != label_of(lora_task_id):
         raise DamagedFile(f"it is of LoRA task {metadata.lora_task_id[:90]}")
+    if _DIGEST.fullmatch(metadata.digest) is None:
+        raise DamagedFile(f"its digest is {metadata.digest[:40]!r}, expected {len(_NO_DIGEST)} hex digits")
 
 
 def _decode_rows(text: str, num_pages: int, layout: AdapterLayout) -> list[PackedRow]:
@@ -259,19 +287,26 @@ def _decode_rows(text: str, num_pages: int, layout: AdapterLayout) -> list[Packe
 
 
 def read_file(fd: int, expected: DiskAdapter, pages: Sequence[torch.Tensor], layout: AdapterLayout) -> list[PackedRow]:
-    """Read an open file, which is closed then, into `pages`."""
+    """Read an open file, which is closed then, into `pages`. Raises DamagedFile or OSError."""
     try:
-        contents = _read_header(fd, expected.lora_task_id, layout)
-        if (contents.adapter.digest, contents.adapter.num_pages) != (expected.digest, expected.num_pages):
-            raise DamagedFile("it was exchanged behind the server's back")
-        for index, page in enumerate(pages):
-            _read_all(fd, page.numpy().data, contents.data_start + index * layout.page_bytes)
-        if content_digest(contents.rows, pages, layout.lora_dtype) != contents.pages_digest:
-            raise DamagedFile("its content does not have the digest that it names")
-        os.utime(fd)
-        return contents.rows
+        with _failing_alone():
+            return _read_pages(fd, expected, pages, layout)
     finally:
         os.close(fd)
+
+
+def _read_pages(
+    fd: int, expected: DiskAdapter, pages: Sequence[torch.Tensor], layout: AdapterLayout
+) -> list[PackedRow]:
+    contents = _read_header(fd, expected.lora_task_id, layout)
+    if (contents.adapter.digest, contents.adapter.num_pages) != (expected.digest, expected.num_pages):
+        raise DamagedFile("it was exchanged behind the server's back")
+    for index, page in enumerate(pages):
+        _read_all(fd, page.numpy().data, contents.data_start + index * layout.page_bytes)
+    if content_digest(contents.rows, pages, layout.lora_dtype) != contents.pages_digest:
+        raise DamagedFile("its content does not have the digest that it names")
+    os.utime(fd)
+    return contents.rows
 
 
 def _read_all(fd: int, target: memoryview, offset: int) -> None:

@@ -8,6 +8,7 @@ cannot be used (another model or page size, an older format, a symbolic link) is
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -22,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -47,6 +48,8 @@ from multilora_wire.adapter_event import EventKind
 from multilora_wire.layout import AdapterLayout
 
 _NUM_READERS = 2
+
+Result = TypeVar("Result")
 
 _logger = logging.getLogger(__name__)
 
@@ -190,7 +193,7 @@ class DiskTier:
         shape = page_shape(rows, len(pages), self._layout)
         ranks, is_dora = ranks_of(rows), any_dora(rows)
         adapter = DiskAdapter(lora_task_id, digest, name, ranks, shape, size, time.time(), is_dora)
-        future = self._writer.submit(self._write, self._path(lora_task_id), header, rows, pages)
+        future = _submit(self._writer, self._write, self._path(lora_task_id), header, rows, pages)
         write = _Write(adapter, future, on_written)
         self._writes.append(write)
         self._wanted[lora_task_id] = write
@@ -199,7 +202,7 @@ class DiskTier:
     def touch(self, lora_task_id: TaskId) -> None:
         """Make an adapter that is here the most recently used, for later starts too."""
         self._adapters.move_to_end(lora_task_id)
-        self._writer.submit(_touch, self._path(lora_task_id))
+        _submit(self._writer, _touch, self._path(lora_task_id))
 
     def open(self, lora_task_id: TaskId) -> OpenFile:
         """The file of an adapter that is here."""
@@ -211,7 +214,7 @@ class DiskTier:
             failure = error
             return OpenFile(read=lambda pages: _failed(failure), close=lambda: None)
         return OpenFile(
-            read=lambda pages: self._readers.submit(read_file, fd, adapter, pages, self._layout),
+            read=lambda pages: _submit(self._readers, read_file, fd, adapter, pages, self._layout),
             close=lambda: os.close(fd),
         )
 
@@ -226,7 +229,7 @@ class DiskTier:
             write.future.cancel()
             self._bytes_used -= write.adapter.num_bytes
         if adapter is not None or write is not None:
-            self._writer.submit(_unlink, self._path(lora_task_id))
+            _submit(self._writer, _unlink, self._path(lora_task_id))
 
     def drop_damaged(self, lora_task_id: TaskId, digest: str, error: BaseException) -> None:
         """Reading this version failed: forget it, and remove its file."""
@@ -282,7 +285,7 @@ class DiskTier:
     def _find_files(self) -> None:
         found: list[DiskAdapter] = []
         unusable: dict[str, list[str]] = {}
-        for path in sorted(self._directory.iterdir()):
+        for path in _entries(self._directory):
             try:
                 if re.fullmatch(r"\.([A-Za-z0-9_][\w.-]*@)?[0-9]{1,20}\.safetensors\.part", path.name):
                     path.unlink()
@@ -311,7 +314,7 @@ class DiskTier:
         """Delete a file of an adapter that is stored in another way, or damaged."""
         path, num_bytes = self._unreadable.popitem(last=False)
         self._bytes_used -= num_bytes
-        self._writer.submit(_unlink, path)
+        _submit(self._writer, _unlink, path)
 
     def _delete_oldest(self) -> TaskId:
         lora_task_id = next(chain(self._adapters, self._wanted))
@@ -320,8 +323,14 @@ class DiskTier:
         return lora_task_id
 
     def _write(self, path: Path, header: bytes, rows: list[PackedRow], pages: Sequence[torch.Tensor]) -> float:
+        """Raises OSError."""
         started = time.perf_counter()
-        self._write_file(path, with_pages_digest(header, rows, pages, self._layout), pages)
+        try:
+            self._write_file(path, with_pages_digest(header, rows, pages, self._layout), pages)
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
         return time.perf_counter() - started
 
     def _end_write(self, write: _Write) -> None:
@@ -351,6 +360,14 @@ class DiskTier:
 
     def _emit(self, kind: EventKind, adapter: DiskAdapter) -> None:
         self._on_event(adapter_event(kind, adapter.lora_task_id, adapter.digest))
+
+
+def _entries(directory: Path) -> list[Path]:
+    """Raises ConfigError for a directory that cannot be listed."""
+    try:
+        return sorted(directory.iterdir())
+    except OSError as error:
+        raise ConfigError(f"lora_cache_dir: {error}; write a directory that the server may read") from error
 
 
 def _touch(path: Path) -> None:
@@ -387,6 +404,15 @@ def _lock(directory: Path) -> int:
         os.close(fd)
         raise ConfigError(f"lora_cache_dir: another server uses {directory}; write one for each server") from None
     return fd
+
+
+def _submit(threads: Executor, work: Callable[..., Result], *arguments: Any) -> Future[Result]:
+    """Have a thread do some work; the future raises OSError where none can be started for it."""
+    try:
+        return threads.submit(work, *arguments)
+    except RuntimeError as error:
+        _logger.exception("no thread for files can be started")
+        return _failed(OSError(errno.ENOMEM, str(error)))
 
 
 def _failed(error: Exception) -> Future[Any]:

@@ -88,7 +88,7 @@ def check_rows(rows: Sequence[PackedRow], num_pages: int, layout: AdapterLayout)
     placement = layout.place(piece for row in rows for piece in _pieces_of(row, layout))
     offsets = iter(placement.offsets)
     for row in rows:
-        if row.offsets != [next(offsets) for _ in row.offsets]:
+        if row.offsets != [next(offsets) for _ in row.offsets] or row.magnitude_offset < -1:
             raise ValueError(f"{row} does not lie where packing puts it")
     if len(placement.fill) != num_pages:
         raise ValueError(f"the rows take {len(placement.fill)} pages, not {num_pages}")

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, ConfigError, InvalidRequest
+from multilora_engine.log_lines import one_line
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
@@ -42,11 +43,14 @@ def preload_adapters(directory: Path, loras: LoRAManager, layout: AdapterLayout)
     """
     if not directory.is_dir():
         raise ConfigError(f"lora_prefetch_dir: {directory} is not a directory")
-    folders = list(_numbered_folders(directory))
+    try:
+        folders = list(_numbered_folders(directory))
+    except OSError as error:
+        raise ConfigError(f"lora_prefetch_dir: {error}; write a directory that the server may read") from error
     num_loaded = 0
     for index, (lora_task_id, folder) in enumerate(folders, start=1):
         try:
-            packed = read_folder(folder, directory, layout)
+            packed = _read(folder, directory, layout)
             if not loras.has_room(packed):
                 left_out = len(folders) - index + 1
                 _logger.error(
@@ -64,6 +68,16 @@ def preload_adapters(directory: Path, loras: LoRAManager, layout: AdapterLayout)
         if index % max(1, len(folders) // _NUM_REPORTS) == 0:
             _logger.info("lora_prefetch_dir: %d of %d folders read", index, len(folders))
     _logger.info("lora_prefetch_dir: %d adapters loaded from %s", num_loaded, directory)
+
+
+def _read(folder: Path, root: Path, layout: AdapterLayout) -> PackedAdapter:
+    """`read_folder`, whose own errors and BrokenFiles in place of any other are all that it raises."""
+    try:
+        return read_folder(folder, root, layout)
+    except (BrokenFiles, InvalidRequest, WrongBaseModel):
+        raise
+    except Exception as error:
+        raise BrokenFiles(f"it cannot be read: {type(error).__name__}: {one_line(str(error), 200)}") from error
 
 
 def read_folder(folder: Path, root: Path, layout: AdapterLayout, model: str = "") -> PackedAdapter:

@@ -10,8 +10,16 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, PathNotCovered, RequestError
+from multilora_engine.errors import (
+    AdapterCacheFull,
+    AdapterConflict,
+    AdapterNotFound,
+    InternalError,
+    PathNotCovered,
+    RequestError,
+)
 from multilora_engine.histogram import Histogram
+from multilora_engine.log_lines import one_line
 from multilora_engine.lora.life_cycle import OnEvent, TierStats, adapter_event
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId
@@ -171,7 +179,8 @@ class RemoteAdapters:
         if error is None:
             return None
         if not isinstance(error, RequestError):
-            raise error
+            _logger.error("adapter %s could not be taken up", fetch.key, exc_info=error)
+            error = InternalError(f"{type(error).__name__}: {one_line(str(error), 200)}")
         if isinstance(error, AdapterNotFound | AdapterConflict | PathNotCovered):
             # No more than a client's mistake: told to the client, and neither to the log nor to the events.
             self._num_misses += 1

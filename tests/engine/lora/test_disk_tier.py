@@ -16,11 +16,21 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 from support.adapters import TINY, wire_adapter
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.lora.adapter_file import DamagedFile, write_file_atomically
+from multilora_engine.lora import adapter_file
+from multilora_engine.lora.adapter_file import (
+    DamagedFile,
+    describe_file,
+    encode_header,
+    open_regular,
+    read_file,
+    write_file_atomically,
+)
 from multilora_engine.lora.adapter_state import File
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import pack_adapter
@@ -365,6 +375,51 @@ def _claim_more_pages(path: Path) -> None:
     _edit_header(path, lambda header: header["pages"].update(shape=[1 << 40, TINY.page_bytes]))
 
 
+def _with_header(path: Path, header: bytes) -> None:
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+
+
+def _no_utf_8(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"name-1", b"name-\xff"))
+
+
+def _deep(path: Path) -> None:
+    _with_header(path, b'{"x":' + b"[" * 100_000)
+
+
+def _deep_rows(path: Path) -> None:
+    _edit_header(path, lambda header: header["__metadata__"].update(rows='[{"x":' + "[" * 100_000))
+
+
+def _deep_layout(path: Path) -> None:
+    _edit_header(path, lambda header: header["__metadata__"].update(layout='{"x":' * 50_000))
+
+
+def _long_number(path: Path) -> None:
+    _edit_header(path, lambda header: header["pages"].update(shape=[10**4000, 1]))
+
+
+def _huge_offset(path: Path) -> None:
+    def edit(header: Any) -> None:
+        rows = json.loads(header["__metadata__"]["rows"])
+        rows[0].update(layer=-(10**30), rank=10**30)
+        header["__metadata__"]["rows"] = json.dumps(rows)
+
+    _edit_header(path, edit)
+
+
+def _no_digest(path: Path) -> None:
+    _edit_header(path, lambda header: header["__metadata__"].update(digest="x" * 32))
+
+
+def _directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "inside").write_text("of somebody else")
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -381,6 +436,14 @@ def _claim_more_pages(path: Path) -> None:
         (_newer_layout, f"its layout has version {TINY.version + 1}, this server's has {TINY.version}"),
         (_rows_outside, "does not lie where packing puts it"),
         (_claim_more_pages, "its tensor is"),
+        (_no_utf_8, "it cannot be read: UnicodeDecodeError"),
+        (_deep, "it cannot be read: RecursionError"),
+        (_deep_rows, "it cannot be read: RecursionError"),
+        (_deep_layout, "it cannot be read: RecursionError"),
+        (_long_number, "its tensor is"),
+        (_huge_offset, "does not fit the model"),
+        (_no_digest, "its digest is 'xxxx"),
+        (_directory, "not a regular file"),
     ],
 )
 def test_a_file_that_is_not_ours_is_named_at_start_and_left_alone(
@@ -446,7 +509,21 @@ def test_files_of_another_layout_are_left_alone_until_others_need_the_room(
     assert (filled / "notes.safetensors").exists()
 
 
-@pytest.mark.parametrize("damage", [_truncate, _claim_4_gib, _link_outside, _older_format, Path.unlink])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _truncate,
+        _claim_4_gib,
+        _link_outside,
+        _older_format,
+        Path.unlink,
+        _no_utf_8,
+        _deep,
+        _deep_rows,
+        _directory,
+        _fifo,
+    ],
+)
 def test_a_file_damaged_while_the_server_runs_is_found_when_it_is_read(
     tmp_path: Path, tiers: list[DiskTier], damage: Any
 ) -> None:
@@ -458,6 +535,129 @@ def test_a_file_damaged_while_the_server_runs_is_found_when_it_is_read(
     damage(directory / "1.safetensors")
     with pytest.raises((DamagedFile, OSError)):
         read(again, 1, len(FIRST.pages))
+
+
+SMALL_LAYOUT = replace(TINY, page_bytes=512, max_rank=2, checkpoint="of these weights")
+
+
+def small_adapter() -> PackedAdapter:
+    wire = wire_adapter(SMALL_LAYOUT, [(1, 0, 1)], seed=5)
+    return pack_adapter(wire.weights, wire.config, SMALL_LAYOUT)
+
+
+def small_file(directory: Path) -> Path:
+    """The file of `small_adapter`, as the task 7."""
+    adapter, path = small_adapter(), directory / "7.safetensors"
+    header = encode_header(7, adapter.digest, "named", adapter.rows, len(adapter.pages), SMALL_LAYOUT)
+    write_file_atomically(path, header, list(adapter.pages))
+    return path
+
+
+def assert_right_or_damaged(path: Path) -> bool:
+    """Whether a file can be read; then the adapter is the right one."""
+    right = small_adapter()
+    try:
+        known = describe_file(path, SMALL_LAYOUT)
+        assert known.num_bytes == path.stat().st_size
+        pages = torch.zeros(known.num_pages, SMALL_LAYOUT.page_bytes, dtype=torch.uint8)
+        rows = read_file(open_regular(path), known, list(pages), SMALL_LAYOUT)
+    except (DamagedFile, OSError):
+        return False
+    assert (known.lora_task_id, known.digest, known.ranks, rows) == (7, right.digest, (1,), right.rows)
+    assert torch.equal(pages, right.pages)
+    return True
+
+
+def test_no_flipped_bit_and_no_cut_gives_another_adapter(tmp_path: Path) -> None:
+    """Every bit of the header, a bit of every other byte, and each length up to the pages and some further on."""
+    path = small_file(tmp_path)
+    content = path.read_bytes()
+    header_bytes = 8 + int.from_bytes(content[:8], "little")
+    assert assert_right_or_damaged(path)
+    bits = [(place, bit) for place in range(header_bytes) for bit in range(8)]
+    bits += [(place, place % 8) for place in range(header_bytes, len(content))]
+    num_read = 0
+    with path.open("r+b", 0) as file:
+        for place, bit in bits:
+            os.pwrite(file.fileno(), bytes([content[place] ^ 1 << bit]), place)
+            num_read += assert_right_or_damaged(path)
+            os.pwrite(file.fileno(), content[place : place + 1], place)
+        for length in [*range(len(content) - 1, header_bytes, -37), *range(header_bytes, -1, -1)]:
+            file.truncate(length)
+            assert not assert_right_or_damaged(path)
+    # Only a name may be any text of UTF-8.
+    assert num_read == 7 * len("named")
+
+
+@given(garbage=st.binary(max_size=200), place=st.integers(0, 2000), is_inserted=st.booleans())
+def test_no_garbage_gives_another_adapter(
+    tmp_path_factory: pytest.TempPathFactory, garbage: bytes, place: int, is_inserted: bool
+) -> None:
+    path = small_file(tmp_path_factory.mktemp("cache"))
+    content = path.read_bytes()
+    path.write_bytes(content[:place] + garbage + content[place + (0 if is_inserted else len(garbage)) :])
+    assert_right_or_damaged(path)
+
+
+def test_a_directory_full_of_damage_starts_and_what_is_sent_again_takes_its_place(
+    tmp_path: Path, tiers: list[DiskTier]
+) -> None:
+    """Damage of every kind side by side, and names of every kind."""
+    tier = DiskTier(tmp_path, 1 << 24, TINY)
+    kinds = [_truncate, _claim_4_gib, _pickle, _empty, _fifo, _deep, _deep_rows, _long_number, _huge_offset, _no_digest]
+    for task in range(1, len(kinds) + 2):
+        store(tier, task, FIRST)
+    tier.close()
+    for task, damage in enumerate(kinds, start=1):
+        damage(tmp_path / f"{task}.safetensors")
+    (tmp_path / "106.safetensors").mkdir()
+    (tmp_path / ".107.safetensors.part").mkdir()
+    for name in (b"\xff\xfe.safetensors", b"1\n2.safetensors", b".safetensors", b"+1.safetensors", b"1e3.safetensors"):
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_bytes(b"of somebody else")
+    tiers.append(again := DiskTier(tmp_path, 1 << 24, TINY))
+    again.check_integrity()
+    assert [adapter.lora_task_id for adapter in again.adapters] == [len(kinds) + 1]
+    for task in range(1, len(kinds) + 1):
+        assert store(again, task, SECOND)
+        assert_reads(again, task, SECOND)
+    # What is in the way is named, and everything else goes on.
+    for task in (106, 107):
+        with pytest.raises(IsADirectoryError, match=rf"{task}\.safetensors"):
+            write_again(again, task)
+    assert_reads(again, len(kinds) + 1, FIRST)
+
+
+def write_again(tier: DiskTier, task: int) -> None:
+    write = tier.store(task, SECOND.digest, "", SECOND.rows, list(SECOND.pages), lambda file: None)
+    finish(tier)
+    write.result()
+
+
+def test_a_directory_that_cannot_be_listed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def iterdir(path: Path) -> Iterator[Path]:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    with pytest.raises(ConfigError, match=r"lora_cache_dir: .*Input/output error"):
+        DiskTier(tmp_path, 1 << 20, TINY)
+
+
+def test_what_goes_wrong_on_a_file_s_thread_is_that_file_s(filled: Path, tiers: list[DiskTier]) -> None:
+    def fail(path: Path, header: bytes, pages: Sequence[torch.Tensor]) -> None:
+        raise MemoryError("a page")
+
+    tiers.append(tier := DiskTier(filled, 1 << 20, TINY, write_file=fail))
+    assert not store(tier, 3, FIRST)
+    assert_reads(tier, 2, SECOND)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapter_file, "content_digest", fail_for_want_of_memory)
+        with pytest.raises(OSError, match="Cannot allocate memory"):
+            read(tier, 2, len(SECOND.pages))
+    assert_reads(tier, 2, SECOND)
+
+
+def fail_for_want_of_memory(*_: object) -> str:
+    raise MemoryError
 
 
 def test_any_changed_byte_is_noticed(filled: Path, tiers: list[DiskTier]) -> None:

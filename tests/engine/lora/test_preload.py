@@ -85,6 +85,17 @@ def _claim_4_gib(folder: Path) -> None:
     (folder / "model.lora_weights.npy").write_bytes(content + b"\x00" * 100)
 
 
+def _claim_8_pib(folder: Path) -> None:
+    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (1, 2, 1000000000000000), }"
+    header += b" " * (117 - len(header)) + b"\n"
+    (folder / "model.lora_weights.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+
+
+def _loop(folder: Path) -> None:
+    (folder / "model.lora_weights.npy").unlink()
+    (folder / "model.lora_weights.npy").symlink_to("model.lora_weights.npy")
+
+
 def _archive(folder: Path) -> None:
     with (folder / "model.lora_weights.npy").open("wb") as file:
         np.savez(file, a=np.zeros(3))
@@ -145,6 +156,8 @@ def _link_of_the_origin(folder: Path) -> None:
         (_pickle, "without pickled objects"),
         (_truncate, "model.lora_weights.npy is not a readable"),
         (_claim_4_gib, "model.lora_weights.npy is not a readable"),
+        (_claim_8_pib, "it cannot be read: MemoryError"),
+        (_loop, "it cannot be read: RuntimeError: Symlink loop"),
         (_archive, "is an archive"),
         (_empty, "model.lora_config.npy is not a readable"),
         (_no_config, "model.lora_config.npy is missing"),

@@ -131,13 +131,23 @@ def _version(status: os.stat_result) -> tuple[int, int, int]:
 
 def _folders(directory: Path) -> list[Path]:
     try:
-        return sorted(Path(entry.path) for entry in os.scandir(directory) if entry.is_dir())
+        return sorted(Path(entry.path) for entry in os.scandir(directory) if _is_folder(entry))
     except OSError:
         return []
 
 
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # such as a link to itself
+        return False
+
+
 def _has_adapter(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ALLOWED_FILES)
+    try:
+        return any((folder / name).is_file() for name in ALLOWED_FILES)
+    except OSError:  # such as a folder that may not be searched
+        return False
 
 
 def _key_of(name: str) -> Iterator[AdapterKey]:

@@ -73,6 +73,22 @@ def test_the_adapters_of_a_directory_are_listed(root: Path) -> None:
     assert listed == {key("pirate"), key("acme/parrot"), key("07"), AdapterKey(7)}
 
 
+def test_an_entry_that_cannot_be_looked_at_hides_no_other(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(DirectorySource(str(root)).list_keys())
+    (root / "loop").symlink_to("loop")
+    closed = root / "closed"
+    closed.mkdir()
+    is_file = Path.is_file
+
+    def look(path: Path) -> bool:
+        if path.parent == closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", look)
+    assert set(DirectorySource(str(root)).list_keys()) == before
+
+
 def test_a_link_inside_the_directory_is_followed(root: Path) -> None:
     (root / "alias").symlink_to("pirate")
     assert fetch(root, key("alias")) == ("alias", digest_of(1))
