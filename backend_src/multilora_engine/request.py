@@ -128,11 +128,13 @@ class Sender(msgspec.Struct, frozen=True, omit_defaults=True):
     name: its work is charged to this, which may end it: the tenant, else the client that a proxy names, else empty.
     key_id: of the API key. requests_per_minute, tokens_per_minute: the limits of this key; None is no limit.
     weight: its share of the server when others wait, too, compared to theirs.
+    is_canary: the supervisor of the server asks whether it answers, which is nobody's request: it is not counted.
     """
 
     tenant: str = ""
     name: str = ""
     key_id: str = ""
+    is_canary: bool = False
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     weight: float = 1.0

@@ -7,7 +7,7 @@ wrote into the request itself. Over HTTP generate no header is passed on: all pa
 from __future__ import annotations
 
 import hmac
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,12 +101,14 @@ class SenderBook:
     """Reads the sender of a request. Any thread may ask."""
 
     def __init__(self, policy: ClientPolicy, max_metadata_bytes: int, canary_key: str = "") -> None:
-        """canary_key: besides those of the file, the API key that may use the base model and nothing else.
+        """canary_key: besides those of the file, the API key that may use the base model and nothing else. Who has it
+            is the canary, also where no keys are needed.
 
         Raises ConfigError when the API keys or the proxy's secret cannot be read.
         """
         self._policy = policy
         self._max_metadata_bytes = max_metadata_bytes
+        self._canary = f"Bearer {canary_key}" if canary_key else ""
         self._keys = read_key_ring(Path(policy.api_keys_file), canary_key) if policy.api_keys_file else None
         secret_file = policy.client_header_secret_file
         self._proxy_secret = read_proxy_secret(Path(secret_file)) if secret_file else ""
@@ -114,8 +116,15 @@ class SenderBook:
     def rights(self, request: TritonRequest) -> Rights:
         """Raises Unauthenticated when the request needs an API key and has none, InvalidRequest for a forged client."""
         parameters = parameters_of(request, self._max_metadata_bytes)
+        authorization = parameters.get(KEY_HEADER, [""])[-1]
+        is_canary = bool(self._canary) and hmac.compare_digest(
+            authorization.encode(errors="replace"), self._canary.encode()
+        )
         if self._keys is not None:
-            return self._rights_of_key(self._keys, parameters.get(KEY_HEADER, [""])[-1])
+            rights = self._rights_of_key(self._keys, authorization)
+            return replace(rights, sender=msgspec.structs.replace(rights.sender, is_canary=is_canary))
+        if is_canary:
+            return Rights(Sender(is_canary=True), self._policy.min_priority)
         return Rights(Sender(name=self._client(parameters.get(CLIENT_HEADER, []))), self._policy.min_priority)
 
     def _rights_of_key(self, keys: KeyRing, authorization: str) -> Rights:

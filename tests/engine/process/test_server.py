@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -40,7 +41,7 @@ from multilora_engine.process.outbox import MAX_QUEUED_MESSAGES
 from multilora_engine.process.reports import StatsReport
 from multilora_engine.process.server import serve
 from multilora_engine.process.usage import AdapterUsage
-from multilora_engine.request import TokenOutput
+from multilora_engine.request import GenerationRequest, Sender, TokenOutput
 
 
 class RawFront:
@@ -258,3 +259,28 @@ def test_each_request_of_a_refused_message_is_counted_once(socket_path: Path) ->
         report = msgspec.json.decode(reader.wait()[-1].text, type=StatsReport)
         client.close()
     assert report.load.requests.requests == {"cancelled": 1, "INVALID_ARG": 2}
+
+
+def test_the_canarys_requests_are_not_counted_and_not_logged(
+    socket_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    def canary(request_id: str, *ids: int, max_tokens: int = 2) -> GenerationRequest:
+        request = generation_request(request_id, list(ids), max_tokens=max_tokens)
+        return msgspec.structs.replace(request, sender=Sender(is_canary=True))
+
+    with served(FakeEngine(), socket_path):
+        client, reader = EngineClient(socket_path), RecordingListener()
+        client.wait_until_ready(TIMEOUT_S)
+        for request in (canary("one", 1), generation_request("two", [1], max_tokens=2), canary("bad", 1, max_tokens=0)):
+            listener = RecordingListener()
+            client.generate(listener, [request])
+            listener.wait()
+        client.generate(RecordingListener(), [canary("left", HOLD)])
+        client.operate(reader, "stats", ReadStats())
+        report = msgspec.json.decode(reader.wait()[-1].text, type=StatsReport)
+        client.close()
+    assert report.load.requests.requests == {"length": 1}
+    assert report.load.requests.output_tokens == 2
+    assert sum(": length, " in record.getMessage() for record in caplog.records) == 1

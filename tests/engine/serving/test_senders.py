@@ -147,3 +147,21 @@ def test_a_request_becomes_the_senders_with_the_priority_it_may_have(tmp_path: P
     assert granted.task_id == TenantTaskId("acme", 7)
     assert rights_of(tmp_path, tenant="acme").grant(request).priority == 0
     assert book(min_priority=-9).rights(RawRequest()).grant(request).priority == -5
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_only_who_has_the_canarys_key_is_the_canary(tmp_path: Path, has_keys: bool) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps({"keys": [{"key": KEY, "base_model": True}]}))
+    policy = ClientPolicy(api_keys_file=str(path)) if has_keys else ClientPolicy()
+    senders = SenderBook(policy, 1000, canary_key="f" * 32)
+    assert senders.rights(RawRequest(("authorization", f"Bearer {'f' * 32}"))).sender.is_canary
+    assert not senders.rights(RawRequest(("authorization", f"Bearer {KEY}"))).sender.is_canary
+    if not has_keys:
+        for header in ("", "Bearer ", "Bearer " + "f" * 31, "Bearer é", "Bearer \ud800"):
+            assert not senders.rights(RawRequest(("authorization", header))).sender.is_canary
+
+
+def test_without_a_canary_nobody_is_one() -> None:
+    for header in ("", "Bearer ", "Bearer"):
+        assert not book().rights(RawRequest(("authorization", header))).sender.is_canary
