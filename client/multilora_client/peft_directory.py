@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,11 @@ _REFUSED_FIELDS: Mapping[str, str] = {
     "megatron_config": "LoRA on Megatron's parallel layers is not supported",
 }
 
+_REFUSED_LISTS = frozenset(
+    {"modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication", "alora_invocation_tokens"}
+)
+"""Those of them that do nothing where they are empty."""
+
 _MLX_FIELDS = ("fine_tune_type", "lora_parameters")
 
 _MLX = (
@@ -239,6 +244,7 @@ def _read_places(directory: Path) -> tuple[dict[str, Any], list[_Place], Adapter
     config = _read_config(directory / PEFT_CONFIG_FILE)
     shapes = {key: stored.shape for key, (stored, _) in read_header(_weights_path(directory)).items()}
     places = sorted(_pair_keys(shapes, config), key=lambda place: (place.layer, place.module_id))
+    _check_targets(config, places)
     return config, places, AdapterOrigin(tuple(_linear(place, shapes) for place in places), _base_model(config))
 
 
@@ -288,7 +294,7 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
     if config.get("peft_type", "LORA") != "LORA":
         raise AdapterError(f"{path}: peft_type is {_quoted(config['peft_type'])}; only LORA is supported")
     for field, value in config.items():
-        if value and field in _REFUSED_FIELDS:
+        if field in _REFUSED_FIELDS and not _is_off(field, value):
             raise AdapterError(f"{path}: {field} is {_quoted(value)}; {_REFUSED_FIELDS[field]}")
         if value and field not in _READ_FIELDS | _HARMLESS_FIELDS:
             raise AdapterError(
@@ -312,6 +318,41 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
             f"{path}: init_lora_weights is {_quoted(initialisation)}, which is not known: the adapter might be no "
             f"difference to the original model. Known are true, false, {', '.join(_INITIALISATIONS)}"
         )
+
+
+def _is_off(field: str, value: object) -> bool:
+    """Whether PEFT computes as without the field. An empty object is a variant with its default settings."""
+    return value is None or value is False or (field in _REFUSED_LISTS and not value)
+
+
+def _check_targets(config: Mapping[str, Any], places: Sequence[_Place]) -> None:
+    """Refuse a file with matrices of modules that PEFT would leave out, and its matrices with them.
+
+    Lists are looked at. Regular expressions are not: one from a stranger can take for ever.
+    """
+    targets, excluded, layers = (config.get(f) for f in ("target_modules", "exclude_modules", "layers_to_transform"))
+    patterns = config.get("layers_pattern")
+    for place in places:
+        left_out_by = ""
+        if isinstance(excluded, list) and _names(excluded, place.peft_name):
+            left_out_by = "exclude_modules"
+        elif isinstance(targets, list) and targets and not _names(targets, place.peft_name):
+            left_out_by = "target_modules"
+        elif isinstance(targets, list) and place.peft_name not in targets and layers not in (None, []):
+            if place.layer not in (layers if isinstance(layers, list) else [layers]):
+                left_out_by = "layers_to_transform"
+            elif patterns and "layers" not in ([patterns] if isinstance(patterns, str) else patterns):
+                left_out_by = "layers_pattern"
+        if left_out_by:
+            raise AdapterError(
+                f"{PEFT_CONFIG_FILE}: {left_out_by} is {_quoted(config[left_out_by])}, which leaves out "
+                f"{place.peft_name}, and {PEFT_WEIGHTS_FILE} has matrices for it"
+            )
+
+
+def _names(listed: list[object], module: str) -> bool:
+    """PEFT's rule: a name is a module's whole name, or its end after a dot."""
+    return any(isinstance(name, str) and (module == name or module.endswith(f".{name}")) for name in listed)
 
 
 def _base_model(config: Mapping[str, Any]) -> str:
@@ -371,7 +412,7 @@ def _pair_keys(keys: Collection[str], config: Mapping[str, Any]) -> Iterator[_Pl
         raise AdapterError(f"{PEFT_WEIGHTS_FILE} holds no tensors")
     matched: dict[tuple[int, str], dict[str, re.Match[str]]] = {}
     for key in keys:
-        if config.get("velora_config") and key.endswith(".lora_velora_embed"):
+        if key.endswith(".lora_velora_embed") and not _is_off("velora_config", config.get("velora_config")):
             continue
         match = _match_key(key)
         sides = matched.setdefault((int(match["layer"]), match["path"]), {})

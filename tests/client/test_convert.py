@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Phi3Config, Starcoder2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Phi3Config, Starcoder2Config
 
 from multilora_client import AdapterError, AdapterTensors, convert_peft, load_adapter
 
@@ -68,6 +70,141 @@ def test_rows_are_what_peft_adds_to_the_weights(save_adapter: Callable[..., Any]
 
     assert tensors.dtype == "FP32"
     assert_same_deltas(tensors, saved)
+
+
+SETTINGS: dict[str, list[Any]] = {
+    "task_type": ["CAUSAL_LM", "FEATURE_EXTRACTION"],
+    "peft_type": ["ADALORA", "VERA"],
+    "auto_mapping": [{"base_model_class": "LlamaForCausalLM", "parent_library": "transformers", "unsloth_fixed": True}],
+    "peft_version": ["0.1"],
+    "base_model_name_or_path": ["acme/base"],
+    "revision": ["v2"],
+    "inference_mode": [True],
+    "r": [3],
+    "target_modules": [["v_proj"], r".*\.1\.mlp\.up_proj", "all-linear"],
+    "exclude_modules": [["q_proj"], ".*1.*"],
+    "lora_alpha": [3, -2, 1.5],
+    "lora_dropout": [0.5],
+    "fan_in_fan_out": [True],
+    "bias": ["all", "lora_only"],
+    "use_rslora": [True],
+    "modules_to_save": [["lm_head"]],
+    "init_lora_weights": [
+        *(False, "gaussian", "eva", "orthogonal", "mica"),
+        *("olora", "pissa", "pissa_niter_2", "corda", "loftq", "lora_ga", "tomorrow"),
+    ],
+    "layers_to_transform": [[1], 0],
+    "layers_pattern": ["layers", ["h", "layers"]],
+    "rank_pattern": [{"q_proj": 2}],
+    "alpha_pattern": [{"^model.layers.0.mlp.up_proj": 1}],
+    "megatron_config": [{"tensor_model_parallel_size": 1}],
+    "megatron_core": ["acme.core"],
+    "trainable_token_indices": [[1], {"embed_tokens": [1]}],
+    "loftq_config": [{"loftq_bits": 4}],
+    "eva_config": [{"rho": 2.0}],
+    "corda_config": [{"corda_method": "kpm"}],
+    "lora_ga_config": [{"stable_gamma": 8}],
+    "use_dora": [True],
+    "velora_config": [{"num_groups": 4}, {}],
+    "alora_invocation_tokens": [[3]],
+    "use_qalora": [True],
+    "qalora_group_size": [8],
+    "monteclora_config": [{"num_samples": 4}, {}],
+    "layer_replication": [[[0, 2], [1, 2]]],
+    "runtime_config": [{"ephemeral_gpu_offload": True}],
+    "lora_bias": [True],
+    "target_parameters": [["up_proj.weight"]],
+    "use_bdlora": [{"nblocks": 2, "target_modules_bd_a": ["o_proj"], "target_modules_bd_b": ["q_proj", "up_proj"]}],
+    "arrow_config": [{"top_k": 2}, {}],
+    "kasa_config": [{"beta": 1e-3}, {}],
+    "ensure_weight_tying": [True],
+}
+"""Values that are not the default, of every field of PEFT's LoraConfig."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM, Path]:
+    """A tiny model, and its checkpoint."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 24, "intermediate_size": 56, "num_hidden_layers": 2, "head_dim": 10, "vocab_size": 11}
+    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)).eval()
+    directory = tmp_path_factory.mktemp("base")
+    model.save_pretrained(directory)
+    return model, directory
+
+
+def save_with(directory: Path, base: LlamaForCausalLM, field: str, value: Any) -> None:
+    """An adapter with random matrices that PEFT made with this setting; or without, where PEFT cannot make it here.
+
+    The configuration has the setting in any case.
+    """
+    sound = {"r": 4, "lora_alpha": 7, "target_modules": ["q_proj", "o_proj", "up_proj"]}
+    extra = {"layers_to_transform": [1]} if field == "layers_pattern" else {}
+    try:
+        model = get_peft_model(copy.deepcopy(base), LoraConfig(**(sound | extra | {field: value})))
+    except (ValueError, ImportError, AttributeError, TypeError):
+        model = get_peft_model(copy.deepcopy(base), LoraConfig(**sound))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name and "magnitude" not in name:
+            parameter.data = torch.randn_like(parameter) * 0.1
+    model.save_pretrained(directory)
+    path = directory / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+
+
+def adapted(base: LlamaForCausalLM, tensors: AdapterTensors) -> LlamaForCausalLM:
+    """The base with the rows of an adapter in its weights."""
+    model = copy.deepcopy(base)
+    for row, (module_id, layer, rank, is_dora) in enumerate(tensors.config.tolist()):
+        linear = model.get_submodule(f"model.layers.{layer}.{MODULES[module_id]}")
+        sizes = [rank * linear.in_features, rank * linear.out_features, linear.out_features if is_dora else 0]
+        a, b, magnitude = torch.from_numpy(tensors.weights[row, : sum(sizes)]).split(sizes)
+        linear.weight.data += b.view(-1, rank) @ a.view(rank, -1)
+        if is_dora:
+            linear.weight.data *= magnitude[:, None]
+    return model
+
+
+def test_every_field_of_pefts_configuration_has_a_setting_here() -> None:
+    """A release of PEFT with a new field shows itself."""
+    assert set(SETTINGS) == {field.name for field in dataclasses.fields(LoraConfig)}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in SETTINGS.items() for value in values])
+def test_a_setting_is_served_as_peft_computes_it_or_refused_by_its_name(
+    tmp_path: Path, base: tuple[LlamaForCausalLM, Path], field: str, value: Any
+) -> None:
+    model, checkpoint = base
+    save_with(tmp_path, model, field, value)
+    refusal = ""
+    try:
+        tensors = convert_peft(tmp_path, "float32", base_model=checkpoint)
+    except AdapterError as error:
+        refusal = str(error)
+    if refusal:
+        assert f"adapter_config.json: {field} is " in refusal
+        return
+    tokens = torch.arange(11)[None]
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(copy.deepcopy(model), tmp_path).eval()(tokens).logits
+        torch.testing.assert_close(adapted(model, tensors)(tokens).logits, expected)
+        assert not torch.allclose(expected, model(tokens).logits, atol=1e-3)
+
+
+SERVED = {"task_type", "bias", "fan_in_fan_out", "velora_config", "eva_config", "ensure_weight_tying", "use_dora"}
+REFUSED = {"monteclora_config", "kasa_config", "arrow_config", "use_bdlora", "alora_invocation_tokens", "lora_bias"}
+
+
+@pytest.mark.parametrize("field", sorted(SERVED | REFUSED))
+def test_fields_are_not_refused_without_need(tmp_path: Path, base: Any, field: str) -> None:
+    model, checkpoint = base
+    for index, value in enumerate(SETTINGS[field]):
+        save_with(tmp_path / str(index), model, field, value)
+        if field in SERVED:
+            assert len(convert_peft(tmp_path / str(index), base_model=checkpoint).config) == 6
+        else:
+            with pytest.raises(AdapterError, match=field):
+                convert_peft(tmp_path / str(index), base_model=checkpoint)
 
 
 PHI3 = Phi3Config(

@@ -1,17 +1,23 @@
-"""Everything the wire format cannot hold is refused by name."""
+"""An adapter is read as PEFT reads it; what the wire cannot hold, and what other tools write, is refused by name."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import save_file
 
-from multilora_client import AdapterError
+from multilora_client import AdapterError, load_adapter
 from multilora_client.peft_directory import read_peft_directory
+from multilora_wire.sites import decoder_sites
 
 PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
 A_KEY, B_KEY = f"{PREFIX}.lora_A.weight", f"{PREFIX}.lora_B.weight"
@@ -56,6 +62,26 @@ def test_a_sound_adapter_is_read_with_and_without_pefts_prefix(tmp_path: Path) -
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
         ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
         ({"use_qalora": True}, "use_qalora"),
+        (
+            {"invocation_string": "<|start_of_role|>check"},
+            "invocation_string is .*; activated LoRA .* alora_invocation_tok",
+        ),
+        ({"monteclora_config": {}}, "monteclora_config is {}; MonteCLoRA is not supported"),
+        ({"context_length": 16384}, "context_length is 16384, and this field of the configuration is not known"),
+        ({"tomorrow_config": {"depth": 3}}, "tomorrow_config is {'depth': 3}, and this field"),
+        ({"tomorrow": "x" * 5000}, r"tomorrow is 'x{199}\.\.\., and this field"),
+        ({"fine_tune_type": "lora", "lora_parameters": {"rank": 8, "scale": 20.0}}, "MLX wrote this adapter"),
+        (
+            {"target_modules": ["k_proj"]},
+            r"target_modules is \['k_proj'\], which leaves out model.layers.0.self_attn.q_p",
+        ),
+        (
+            {"exclude_modules": ["self_attn.q_proj"]},
+            "exclude_modules is .*, which leaves out model.layers.0.self_attn.q_p",
+        ),
+        ({"target_modules": ["q_proj"], "layers_to_transform": 1}, "layers_to_transform is 1, which leaves out"),
+        ({"init_lora_weights": "tomorrow"}, "init_lora_weights is 'tomorrow', which is not known"),
+        ({"init_lora_weights": ["pissa"]}, r"init_lora_weights is \['pissa'\], which is not known"),
         ({"init_lora_weights": "pissa_niter_16"}, "'pissa_niter_16', .* path_initial_model_for_weight_conversion"),
         ({"init_lora_weights": "OLoRA"}, "init_lora_weights is 'OLoRA'"),
         ({"init_lora_weights": "loftq"}, "'loftq', .* belongs to the weights that LoftQ made"),
@@ -100,6 +126,20 @@ def test_an_initialisation_that_leaves_the_base_alone_is_served(tmp_path: Path, 
             "use_dora is False, but .* has .*vector",
         ),
         ({f"{PREFIX}.lora_B.bias": torch.ones(3)}, "lora_B.bias: biases"),
+        (
+            {"base_model.model.lm_head.weight": torch.ones(9, 5)},
+            "lm_head.weight is a whole matrix.*save_embedding_layers",
+        ),
+        ({"base_model.model.model.embed_tokens.base_layer.weight": torch.ones(9, 5)}, "is a whole matrix"),
+        ({"base_model.model.model.norm.weight": torch.ones(5)}, "model.norm.weight: whole saved norms"),
+        (
+            {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(1, 5)},
+            "trained rows",
+        ),
+        ({"base_model.model.score.modules_to_save.weight": torch.ones(2, 5)}, "whole saved modules"),
+        ({"model.layers.0.self_attn.q_proj.lora_a": torch.ones(5, 2)}, "lora_a is MLX's form of a matrix.*transposed"),
+        ({"base_model.model.model.visual.blocks.0.attn.qkv.lora_A.weight": torch.ones(2, 5)}, "reads pictures"),
+        ({A_KEY.replace("layers.0", "layers." + "1" * 5000): torch.ones(2, 5)}, r"1{100,200} is not a LoRA matrix"),
         ({f"{PREFIX}.base_layer.weight": torch.ones(3, 5)}, "base_layer.weight is not a LoRA matrix"),
         ({A_KEY.replace("q_proj", "c_attn"): torch.ones(2, 5)}, "unknown module 'self_attn.c_attn'; supported are"),
         ({A_KEY.replace("self_attn.q_proj", "mlp.experts.0.up_proj"): torch.ones(2, 5)}, "unknown module"),
@@ -174,3 +214,128 @@ def test_a_link_is_followed_to_a_file_and_refused_to_a_folder(tmp_path: Path) ->
     (tmp_path / "adapter" / "adapter_model.safetensors").symlink_to(tmp_path / "store")
     with pytest.raises(AdapterError, match=r"adapter_model\.safetensors is missing"):
         read_peft_directory(tmp_path / "adapter")
+
+
+TEXT_PARTS = [
+    "base_model.model.model.language_model.layers.",  # Gemma 3 and others of transformers since 4.52
+    "base_model.model.language_model.model.layers.",  # the same before
+    "base_model.model.model.text_model.layers.",  # SmolVLM
+    "base_model.model.language_model.layers.",
+    "model.language_model.layers.",
+]
+
+
+@pytest.mark.parametrize("prefix", TEXT_PARTS)
+def test_the_text_part_of_a_model_with_pictures_is_read_as_the_text_model(tmp_path: Path, prefix: str) -> None:
+    tensors = {key.replace("base_model.model.model.layers.", prefix): value for key, value in sound_tensors().items()}
+    patterns = {"alpha_pattern": {f"{prefix.removeprefix('base_model.model.')}0.self_attn.q_proj": 6}}
+
+    (module,) = read_peft_directory(write(tmp_path, patterns, tensors), sites=SITES).modules
+
+    assert (module.name, module.module_id, module.layer) == ("model.layers.0.self_attn.q_proj", 1, 0)
+    assert module.scaling == 3.0
+
+
+def test_one_linear_under_two_names_is_refused(tmp_path: Path) -> None:
+    twice = {key.replace("model.layers.", "language_model.layers."): value for key, value in sound_tensors().items()}
+
+    with pytest.raises(AdapterError, match=r"model\.layers\.0.* and .*language_model\.layers\.0.* are the same matrix"):
+        read_peft_directory(write(tmp_path, tensors=sound_tensors() | twice))
+
+
+SITES = decoder_sites(num_layers=2, hidden_size=5, q_size=3, kv_size=2, intermediate_size=7)
+
+
+@given(
+    in_size=st.integers(1, 9),
+    out_size=st.integers(1, 9),
+    layer=st.integers(0, 3),
+    path=st.sampled_from(["self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj", "self_attn.qkv_proj", "mlp.c_fc"]),
+)
+def test_an_adapter_is_read_for_a_model_exactly_when_both_sides_fit(
+    in_size: int, out_size: int, layer: int, path: str
+) -> None:
+    sides = {"self_attn.q_proj": (5, 3), "self_attn.o_proj": (3, 5), "mlp.down_proj": (7, 5), "mlp.c_fc": (5, 7)}
+    key = f"base_model.model.model.layers.{layer}.{path}"
+    tensors = {f"{key}.lora_A.weight": torch.ones(2, in_size), f"{key}.lora_B.weight": torch.zeros(out_size, 2)}
+    with TemporaryDirectory() as folder:
+        write(Path(folder), {"base_model_name_or_path": "acme/other"}, tensors)
+        if layer < 2 and (in_size, out_size) == sides.get(path, (5, 7)):
+            assert read_peft_directory(Path(folder), SITES, "tiny").modules
+        else:
+            with pytest.raises(
+                AdapterError, match=rf"made for acme/other, not for tiny: model\.layers\.{layer}\.{path} "
+            ):
+                read_peft_directory(Path(folder), SITES, "tiny")
+
+
+NAMES = st.sampled_from(["q_proj", "self_attn.q_proj", "model.layers.1.self_attn.q_proj", "proj", "up_proj", "mlp", ""])
+
+
+@settings(max_examples=40)
+@given(
+    targets=st.lists(NAMES, min_size=1, max_size=3),
+    excluded=st.none() | st.lists(NAMES, max_size=2),
+    layers=st.none() | st.integers(0, 2) | st.lists(st.integers(0, 2), max_size=2),
+    patterns=st.none() | st.sampled_from(["layers", "h", "", ["h", "layers"], ["h"], []]),
+)
+def test_modules_that_pefts_configuration_leaves_out_are_not_served(
+    targets: list[str], excluded: list[str] | None, layers: int | list[int] | None, patterns: str | list[str] | None
+) -> None:
+    if layers is None:
+        patterns = None
+    config = {"target_modules": targets, "exclude_modules": excluded, "layers_to_transform": layers}
+    config["layers_pattern"] = patterns
+    reference = LoraConfig(**config)
+    modules = [f"model.layers.{layer}.{path}" for layer in (0, 1) for path in ("self_attn.q_proj", "mlp.up_proj")]
+    for module in modules:
+        key = f"base_model.model.{module}"
+        tensors = {f"{key}.lora_A.weight": torch.ones(2, 5), f"{key}.lora_B.weight": torch.ones(3, 2)}
+        with TemporaryDirectory() as folder:
+            write(Path(folder), config, tensors)
+            if check_target_module_exists(reference, module) is True:
+                assert read_peft_directory(Path(folder)).modules
+            else:
+                with pytest.raises(AdapterError, match=f"which leaves out {module}, and"):
+                    read_peft_directory(Path(folder))
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["adapters.safetensors", "0000100_adapters.safetensors"], r"adapters\.safetensors: MLX wrote this adapter"),
+        (["adapter_model.bin"], r"adapter_model\.bin is a pickle.*safe_serialization=True"),
+        (["adapter_0.pt"], r"adapter_0\.pt is a pickle"),
+        (["model-lora.gguf"], r"model-lora\.gguf is llama\.cpp's form"),
+        (
+            ["lora.safetensors"],
+            r"lora\.safetensors is not in PEFT's form, which is adapter_config\.json with adapter_model",
+        ),
+    ],
+)
+@pytest.mark.parametrize("has_config", [True, False])
+def test_folders_of_other_tools_are_told_by_what_they_are(
+    tmp_path: Path, files: list[str], message: str, has_config: bool
+) -> None:
+    for name in files:
+        (tmp_path / name).write_bytes(b"")
+    if has_config:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(AdapterError, match=message):
+        load_adapter(tmp_path)
+
+
+def test_a_checkpoint_a_file_and_a_folder_of_adapters_are_told_by_what_they_are(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-100").mkdir()
+    write(tmp_path / "checkpoint-100")
+    with pytest.raises(AdapterError, match=rf"is neither a PEFT adapter .*; {tmp_path / 'checkpoint-100'} is one"):
+        load_adapter(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(AdapterError, match=r"config\.json belongs to the checkpoint of a whole model.*serve --model"):
+        load_adapter(tmp_path)
+    (tmp_path / "lora.gguf").write_bytes(b"")
+    with pytest.raises(
+        AdapterError, match=r"lora\.gguf is a file, and an adapter is a directory\. .*llama\.cpp's form"
+    ):
+        load_adapter(tmp_path / "lora.gguf")
