@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from multilora_engine.errors import InvalidRequest
+from multilora_engine.text.chat_contents import fit_contents
 from multilora_engine.text.plain_specials import PlainSpecials
 from multilora_engine.text.token_table import special_ids, token_table
 from multilora_engine.text.tokenizer_files import read_tokenizer
@@ -77,12 +78,14 @@ class Tokenizer:
         options: `add_generation_prompt`, `continue_final_message` and other variables of the template.
         keeps_special_tokens: whether text that spells a special token in messages, tools and options becomes one.
         max_bytes: the longest text that the template may make of it.
-        Raises InvalidRequest when the template refuses it, makes too long a text of it, or would leave the tools out
-        without a word.
+        Contents are a text or a list of parts, whichever the template takes. Raises InvalidRequest when the template
+        refuses the chat, makes too long a text of it, or would leave out a content, calls or the tools without a word.
         """
         if not self._files.has_chats:
             raise InvalidRequest("this model has no chat template; send text_input instead of messages")
         _check_messages(messages)
+        whole = {**options, "add_generation_prompt": False, "continue_final_message": False}
+        messages = fit_contents(messages, lambda contents: self._render_chat(contents, tools, whole))
         plain = PlainSpecials(() if keeps_special_tokens else map(self.token_name, self.special_ids))
         messages, tools, options = (plain.mark(each) for each in (messages, tools, options))
         options = {"add_generation_prompt": True, **options}
