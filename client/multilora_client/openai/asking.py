@@ -19,12 +19,10 @@ from multilora_client.openai.catalogue import Model
 from multilora_client.openai.concurrency import gathered, merged
 from multilora_client.openai.errors import Failure
 from multilora_client.openai.questions import Question
+from multilora_client.openai.tools.prompt import told_instead
 from multilora_client.options import GenerateOptions
 
 T = TypeVar("T")
-
-_NO_PLACE_FOR_TOOLS = "no place for tools"
-"""The server's message about a chat template that would leave tools out."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +104,5 @@ async def _hang_up(request: Request) -> None:
 
 def _with_tools_told(question: Question, error: InvalidRequest) -> Question:
     """The question for a template without a place for tools. Raises any other error again."""
-    if question.tools_told is None or _NO_PLACE_FOR_TOOLS not in str(error):
-        raise error
-    return Question(question.prompt, question.options | question.tools_told)
+    messages = told_instead(question.tools_told, error)
+    return Question(question.prompt, question.options | GenerateOptions(messages=messages, tools=None))

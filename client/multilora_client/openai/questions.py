@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from multilora_client.options import GenerateOptions
@@ -11,9 +12,9 @@ from multilora_client.options import GenerateOptions
 class Question:
     """prompt: a text; None where the options have token ids or messages.
 
-    tools_told: the options in place of options with tools, where the model's chat template has no place for tools.
+    tools_told: the messages in place of messages and tools, where the model's chat template has no place for tools.
     """
 
     prompt: str | None = None
     options: GenerateOptions = field(default_factory=GenerateOptions)
-    tools_told: GenerateOptions | None = None
+    tools_told: Sequence[Mapping[str, object]] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,7 +37,7 @@ class Server:
     """Answers in `pieces` and keeps what it was asked. `finish_reason` is how it ends. outputs: what it says instead.
 
     requests: those for an answer. operations: those of the model `adapters`, which answers with `report`.
-    refuses_tools: whether the chat template has no place for tools. token_ids: of every text.
+    refuses_tools: whether the chat template has no place for tools, calls and results. token_ids: of every text.
     """
 
     def __init__(self) -> None:
@@ -57,6 +58,7 @@ class Server:
                 return [self._operate(request)]
             case "preprocessing":
                 self.requests.append(request)
+                self._check_tools("MESSAGES")
                 return [Response({"INPUT_ID": self.token_ids, "REQUEST_INPUT_LEN": [len(self.token_ids)]})]
             case "postprocessing":
                 self.requests.append(request)
@@ -87,8 +89,7 @@ class Server:
 
     def _answer(self, request: InferRequest) -> Iterable[Response]:
         self.requests.append(request)
-        if self.refuses_tools and "tools" in self.chat():
-            raise InvalidRequest("the model's chat template has no place for tools")
+        self._check_tools("messages")
         pieces = self.pieces if self.value("streaming") else ["".join(self.pieces)]
         count = self.value("num_return_sequences") or 1
         if not self.value("streaming"):
@@ -101,6 +102,10 @@ class Server:
                 is_last = i == len(pieces) - 1
                 outputs = self._outputs(piece, i + 1, 1, is_last=is_last) | {"sequence_index": [sequence]}
                 yield Response(outputs | self.outputs, is_final=is_last and sequence == count - 1)
+
+    def _check_tools(self, name: str) -> None:
+        if self.refuses_tools and re.search('"tools"|"tool_calls"|"role": "tool"', self.value(name) or ""):
+            raise InvalidRequest("the model's chat template has no place for tools")
 
     def _fail_at(self, place: int) -> None:
         if self.error and place == self.error_at:

@@ -68,6 +68,35 @@ def test_a_chat_is_the_same_tokens_as_in_transformers(default_model_dir: Path, o
     assert encode_messages(text, Tokenizer(default_model_dir), INFO) == expected
 
 
+@pytest.mark.parametrize("messages", [[{"role": "user", "content": [{"type": "text", "text": "Wea"}]}], None])
+def test_contents_take_the_form_that_the_template_knows(
+    default_model_dir: Path, templated: Path, messages: list[Any] | None
+) -> None:
+    """In a list and in an object; left open, too."""
+    part = {"type": "text", "text": "ther?"}
+    if messages is None:
+        messages = [{"role": "user", "content": "Wea"}]
+    messages = [*messages, {"role": "assistant", "content": [part, part]}]
+    tokenizer = Tokenizer(templated)
+    assert tokenizer.decode(encode_messages(json.dumps(messages), tokenizer, INFO)) == (
+        "user:Wea;assistant:ther?ther?;assistant:"
+    )
+    assert encode(templated, messages=messages, continue_final_message=True) == "user:Wea;assistant:ther?ther?"
+    AutoTokenizer.from_pretrained(default_model_dir).save_pretrained(templated.parent / "parts")
+    parts = TEMPLATE.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
+    (templated.parent / "parts" / "chat_template.jinja").write_text(parts)
+    assert encode(templated.parent / "parts", messages=messages) == "user:Wea;assistant:ther?ther?;assistant:"
+    assert encode(templated.parent / "parts", messages=messages, continue_final_message=True) == (
+        "user:Wea;assistant:ther?ther?"
+    )
+
+
+def test_earlier_calls_without_a_place_are_refused(templated: Path) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "sky", "arguments": {}}}]}
+    with pytest.raises(InvalidRequest, match="no place for tools: it leaves out call 0 of message 2"):
+        encode(templated, messages=[*CHAT, call])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

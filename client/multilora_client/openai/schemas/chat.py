@@ -46,9 +46,8 @@ class TextPart(Told):
             raise invalid(f"a part of type {self.type} has {name}, and no other text")
         return self
 
-    @property
-    def content(self) -> str:
-        return self.text or self.refusal
+    def for_template(self) -> dict[str, str]:
+        return {"type": "text", "text": self.text or self.refusal}
 
 
 class ChatMessage(Told):
@@ -74,9 +73,10 @@ class ChatMessage(Told):
     function_call: Annotated[Any, refused("write the call in tool_calls")] = None
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates know it: one text, and only the fields that were given."""
-        text = self.content if isinstance(self.content, str) else "".join(part.content for part in self.content)
-        text = text or self.refusal or ""
+        """The message as chat templates know it, and only the fields that were given. The server turns a text into a
+        part, or parts into a text, where the model's template takes the other.
+        """
+        content = self.content if isinstance(self.content, str) else [part.for_template() for part in self.content]
         role = "system" if self.role == "developer" else self.role
         calls = [call.for_template() for call in self.tool_calls]
         optional = {
@@ -85,7 +85,8 @@ class ChatMessage(Told):
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning_content or self.reasoning or self.thinking,
         }
-        return {"role": role, "content": text, **{key: value for key, value in optional.items() if value is not None}}
+        told = {"role": role, "content": content or self.refusal or ""}
+        return told | {key: value for key, value in optional.items() if value is not None}
 
 
 Effort = Annotated[str, Field(max_length=100)]
@@ -207,8 +208,7 @@ class ChatRequest(Sampling):
             max_tokens=self.max_completion_tokens or self.max_tokens or UNLIMITED,
         )
         told = log_probs((self.top_logprobs or 0) if self.logprobs else None) | prompt_log_probs(self.prompt_logprobs)
-        tools_told = GenerateOptions(messages=tell_tools(messages, tools), tools=None) if tools else None
-        return [Question(None, chat | self.guide() | self.sampling() | told, tools_told)]
+        return [Question(None, chat | self.guide() | self.sampling() | told, tell_tools(messages, tools))]
 
     def _template_values(self) -> dict[str, Any]:
         effort = self.reasoning_effort or (self.reasoning and self.reasoning.effort)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
@@ -10,6 +11,7 @@ from multilora_client.openai.errors import invalid
 from multilora_client.openai.schemas.base import ModelName, Strict, only
 from multilora_client.openai.schemas.chat import ChatMessage
 from multilora_client.openai.schemas.tools import Tools
+from multilora_client.openai.tools.prompt import tell_tools
 from multilora_client.options import ChatOptions
 
 
@@ -37,16 +39,24 @@ class TokenizeRequest(Strict):
         """None for a chat, whose template writes its own."""
         return self.add_special_tokens if self.messages is None else None
 
+    def tools_told(self) -> list[Mapping[str, Any]] | None:
+        """The messages in place of messages and tools, where the model's chat template has no place for tools."""
+        return tell_tools([message.for_template() for message in self.messages or ()], self._tools)
+
     def chat(self) -> ChatOptions:
         if self.messages is None:
             return ChatOptions()
         return ChatOptions(
             messages=[message.for_template() for message in self.messages],
-            tools=[tool.for_template() for tool in self.tools] or None,
+            tools=self._tools or None,
             chat_template_kwargs=self.chat_template_kwargs or None,
             add_generation_prompt=None if self.add_generation_prompt else False,
             continue_final_message=self.continue_final_message or None,
         )
+
+    @property
+    def _tools(self) -> list[dict[str, Any]]:
+        return [tool.for_template() for tool in self.tools] if self.messages is not None else []
 
 
 class DetokenizeRequest(Strict):

@@ -10,7 +10,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from multilora_client.errors import InvalidRequest
+
 Message = Mapping[str, Any]
+
+_NO_PLACE_FOR_TOOLS = "no place for tools"
+"""The server's message about a chat template that would leave out tools, calls or their results."""
 
 _INTRODUCTION = """\
 You can call functions. Their signatures are in <tools></tools>:
@@ -23,23 +28,39 @@ To call one, answer with its name and its arguments as a JSON object in <tool_ca
 </tool_call>"""
 
 
-def tell_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The messages with the tools at the end of their system message."""
-    introduction = _INTRODUCTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+def told_instead(told: Sequence[Message] | None, error: InvalidRequest) -> Sequence[Message]:
+    """What `tell_tools` made, where the server refused a chat for such a template. Raises any other error again."""
+    if told is None or _NO_PLACE_FOR_TOOLS not in str(error):
+        raise error
+    return told
+
+
+def tell_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message] | None:
+    """The messages with the tools, if there are any, at the end of their system message; None for a chat that has
+    neither tools nor calls nor their results.
+    """
     plain = [_without_calls(message) for message in messages]
+    if not tools:
+        return None if plain == [*messages] else plain
+    introduction = _INTRODUCTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     first, rest = (plain[0], plain[1:]) if plain[0]["role"] == "system" else ({"content": ""}, plain)
-    content = f"{first['content']}\n\n{introduction}".lstrip()
+    content = f"{_text_of(first)}\n\n{introduction}".lstrip()
     return [{"role": "system", "content": content}, *rest]
 
 
 def _without_calls(message: Message) -> Message:
     """The message for a template that knows neither calls nor their results."""
     if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        return {"role": "user", "content": f"<tool_response>\n{_text_of(message)}\n</tool_response>"}
     if calls := message.get("tool_calls"):
-        content = "\n".join(filter(None, [message["content"], *map(_call_text, calls)]))
+        content = "\n".join(filter(None, [_text_of(message), *map(_call_text, calls)]))
         return {"role": message["role"], "content": content}
     return message
+
+
+def _text_of(message: Message) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def _call_text(call: Mapping[str, Any]) -> str:

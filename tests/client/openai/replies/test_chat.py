@@ -174,6 +174,40 @@ def test_a_template_without_a_place_for_tools_gets_them_in_the_system_message(
     assert question == QUESTION[0]
 
 
+CALLS = [
+    *QUESTION,
+    {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "sky"}}]},
+    {"role": "tool", "content": [{"type": "text", "text": "ra"}, {"type": "text", "text": "in"}], "tool_call_id": "1"},
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"tools": [SKY], "tool_choice": "none"}, {"stream": True}])
+def test_earlier_calls_are_told_to_a_template_without_a_place_for_them(
+    front: TestClient, server: Any, options: dict[str, Any]
+) -> None:
+    """No tools are offered: the conversation alone has some."""
+    server.refuses_tools = True
+    body = {"model": "base", "messages": CALLS, **options}
+    assert front.post("/v1/chat/completions", json=body).status_code == 200
+
+    question, call, result = server.chat()
+    assert question == QUESTION[0]
+    assert call == {"role": "assistant", "content": '<tool_call>\n{"name": "sky", "arguments": {}}\n</tool_call>'}
+    assert result == {"role": "user", "content": "<tool_response>\nrain\n</tool_response>"}
+
+
+def test_a_template_with_a_place_for_calls_gets_them(front: TestClient, server: Any) -> None:
+    assert front.post("/v1/chat/completions", json={"model": "base", "messages": CALLS}).status_code == 200
+
+    assert server.chat()[1:] == [{**message, "content": message.get("content", "")} for message in SENT_CALLS]
+
+
+SENT_CALLS = [
+    {"role": "assistant", "tool_calls": [CALLS[1]["tool_calls"][0] | {"function": {"name": "sky", "arguments": {}}}]},  # type: ignore[index]
+    CALLS[2],
+]
+
+
 def test_a_call_that_max_tokens_cuts_off_ends_by_length(user: openai.OpenAI, server: Any) -> None:
     server.pieces, server.finish_reason = HERMES[:2], "length"
     (choice,) = ask(user, tools=[SKY]).choices

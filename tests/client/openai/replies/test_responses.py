@@ -150,10 +150,10 @@ def test_a_conversation_goes_on_with_what_came_of_a_call(user: openai.OpenAI, se
     assert second.output_text == "It is dry."
     function = {"name": "sky", "arguments": {"city": "Kiel"}}
     assert server.chat()["messages"] == [
-        {"role": "user", "content": "Rain?"},
+        {"role": "user", "content": [{"type": "text", "text": "Rain?"}]},
         {
             "role": "assistant",
-            "content": "I look.",
+            "content": [{"type": "text", "text": "I look."}],
             "tool_calls": [{"id": call.call_id, "type": "function", "function": function}],
         },
         {"role": "tool", "content": "dry", "tool_call_id": call.call_id},

@@ -39,6 +39,26 @@ def test_a_chat_becomes_tokens_by_its_template(front: TestClient, server: Any) -
     assert server.value("ADD_SPECIAL_TOKENS") is None
 
 
+@pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "sky"}}]])
+def test_a_chat_with_tools_becomes_the_tokens_of_the_chat_that_is_answered(
+    front: TestClient, server: Any, tools: list[Any]
+) -> None:
+    server.refuses_tools = True
+    call = {"id": "1", "type": "function", "function": {"name": "sky", "arguments": "{}"}}
+    messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "dry"}]
+    assert front.post("/tokenize", json={"messages": messages, "tools": tools}).json()["count"] == 3
+    tokenized = json.loads(server.value("MESSAGES"))
+    body = {"model": "base", "messages": messages, "tools": tools}
+    assert front.post("/v1/chat/completions", json=body).status_code == 200
+    assert tokenized == server.chat()
+
+
+def test_a_text_that_is_refused_stays_refused(front: TestClient, server: Any) -> None:
+    server.refuses_tools = True
+    assert front.post("/tokenize", json={"prompt": "hi"}).status_code == 200
+    assert front.post("/tokenize", json={"messages": MESSAGES, "tools": []}).status_code == 200
+
+
 def test_tokens_become_text(front: TestClient, server: Any) -> None:
     assert front.post("/detokenize", json={"tokens": [5, 6]}).json() == {"prompt": "Ahoy"}
     assert server.values("TOKENS_BATCH") == [5, 6]

@@ -80,10 +80,14 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 def told(front: TestClient, server: Any, path: str, body: dict[str, Any]) -> Any:
-    """The chat that the server got."""
+    """The chat that the server got, with a text for each list of parts."""
     answer = front.post(path, json={"model": "base"} | body)
     assert answer.status_code == 200, answer.text
-    return server.chat()
+    return [message | {"content": text_of(message["content"])} for message in server.chat()]
+
+
+def text_of(content: str | list[dict[str, str]]) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def chat_of(*messages: Any) -> dict[str, Any]:

@@ -241,7 +241,7 @@ def test_messages_become_what_chat_templates_know(front: TestClient, server: Any
 
     assert server.chat() == [
         {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Rain?", "name": "Ann"},
+        messages[1],
         {
             "role": "assistant",
             "content": "",

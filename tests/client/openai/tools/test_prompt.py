@@ -17,8 +17,11 @@ CALL = {"type": "function", "id": "1", "function": {"name": "sky", "arguments": 
 def test_the_tools_are_behind_the_system_message_or_are_one() -> None:
     question = {"role": "user", "content": "Rain?"}
     alone = tell_tools([question], [SKY])
-    behind = tell_tools([{"role": "system", "content": "Be brief."}, question], [SKY])
+    system = {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]}
+    behind = tell_tools([system, question], [SKY])
 
+    assert alone is not None
+    assert behind is not None
     assert [message["role"] for message in alone] == [message["role"] for message in behind] == ["system", "user"]
     assert json.dumps(SKY) in alone[0]["content"]
     assert behind[0]["content"] == f"Be brief.\n\n{alone[0]['content']}"
@@ -28,10 +31,12 @@ def test_the_tools_are_behind_the_system_message_or_are_one() -> None:
 def test_calls_are_written_as_they_are_read() -> None:
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "Rain?"},
-        {"role": "assistant", "content": "I look.", "tool_calls": [CALL, CALL]},
-        {"role": "tool", "content": "dry", "tool_call_id": "1"},
+        {"role": "assistant", "content": [{"type": "text", "text": "I look."}], "tool_calls": [CALL, CALL]},
+        {"role": "tool", "content": [{"type": "text", "text": "d"}, {"type": "text", "text": "ry"}]},
     ]
-    _, _, answer, result = tell_tools(messages, [SKY])
+    _, _, answer, result = tell_tools(messages, [SKY]) or []
+    assert tell_tools(messages, []) == [messages[0], answer, result]
+    assert tell_tools(messages[:1], []) is None
 
     assert set(answer) == set(result) == {"role", "content"}
     parser = ToolParser(TOOL_FORMATS["hermes"], ["sky"])
