@@ -141,8 +141,8 @@ class EngineConfig(BaseModel):
     ] = 16
     max_guide_bytes_in_flight: Annotated[
         ByteSize,
-        Field(ge=0, description="Different guides of all requests, half of it for small ones; more: UNAVAILABLE."),
-    ] = ByteSize(2 << 20)
+        Field(ge=0, description="Memory of all requests' guides, half of it for small ones; more: UNAVAILABLE."),
+    ] = ByteSize(128 << 20)
     guide_compile_timeout_s: Annotated[
         float, Field(gt=0, description="A guide not compiled by then fails its request with UNAVAILABLE.")
     ] = 10.0

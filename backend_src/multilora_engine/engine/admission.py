@@ -159,13 +159,24 @@ class Admission:
 
     def _take_up_compiled(self) -> Iterator[TokenOutput]:
         for sequence, guide in self._guide_queue.poll():
-            if isinstance(guide, GuideMatcher):
-                self._guide_queue.give_up(sequence)
-                sequence.guide = guide
-                self._pass_on(sequence)
-            else:
-                self.withdraw(sequence)
-                yield error_output(sequence.request, guide)
+            try:
+                self._take_matcher(sequence, guide)
+            except RequestError as error:
+                self._let_go(sequence)
+                yield error_output(sequence.request, error)
+            except Exception as error:
+                self._let_go(sequence)
+                yield failure_output(sequence, error)
+
+    def _take_matcher(self, sequence: Sequence, compiled: GuideMatcher | RequestError) -> None:
+        """Raises the reason that the sequence gets none."""
+        if isinstance(compiled, RequestError):
+            raise compiled
+        assert sequence.request.sampling.guide is not None
+        self._guides_in_use.compiled(sequence.request.sampling.guide, compiled)
+        sequence.guide = compiled
+        self._guide_queue.give_up(sequence)
+        self._pass_on(sequence)
 
     def _let_go(self, sequence: Sequence) -> None:
         """Take out a sequence that could not be passed on, with its pin."""
@@ -177,4 +188,4 @@ class Admission:
     def _forget(self, sequence: Sequence) -> None:
         self._live.remove(sequence)
         if (guide := sequence.request.sampling.guide) is not None:
-            self._guides_in_use.remove(guide)
+            self._guides_in_use.remove(guide, sequence.guide)

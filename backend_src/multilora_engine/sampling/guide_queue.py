@@ -14,8 +14,16 @@ from typing import Protocol
 from multilora_engine.engine.sequence import Sequence
 from multilora_engine.errors import GuidesFull, GuideTimeout, InternalError, InvalidRequest, RequestError
 from multilora_engine.request import Guide
+from multilora_engine.sampling.guide_grammar import MAX_GUIDE_BYTES
+from multilora_engine.sampling.guide_sandbox import GuideWatch
 from multilora_engine.sampling.guide_turns import GuideJob, GuideTurns
-from multilora_engine.sampling.guided import MAX_GUIDE_BYTES, GuideMatcher
+from multilora_engine.sampling.guided import GuideMatcher
+
+_NUM_THREADS = 4
+"""So many guides are compiled at once. More than cores, so that those that take long leave room for others."""
+
+_STACK_BYTES = 64 << 20
+"""Of each thread: several times what the sandbox has, in which guides are compiled first. Memory is taken as used."""
 
 _SMALL_SHARE = 256
 """A guide of up to one 256th of the limit for all is small."""
@@ -24,20 +32,25 @@ _logger = logging.getLogger(__name__)
 
 
 class Compiler(Protocol):
-    """The part of `multilora_engine.sampling.guided.GuideCompiler` that the queue's thread, and no other, calls."""
+    """The part of `multilora_engine.sampling.guided.GuideCompiler` that the queue's threads, and no others, call."""
 
-    def matcher(self, guide: Guide, end_tokens: tuple[int, ...]) -> GuideMatcher: ...
+    def start(self) -> None: ...
+
+    def matcher(self, guide: Guide, end_tokens: tuple[int, ...], watch: GuideWatch | None = None) -> GuideMatcher: ...
+
+    def close(self) -> None: ...
 
 
 class GuideQueue:
-    """Belongs to the engine's thread; guides are compiled in another one, which the first guide starts. `GuideTurns`
-    says in which order. It computes while the cores have nothing else to do, such as in the pauses of a step.
+    """Belongs to the engine's thread; guides are compiled by other ones, which the first guide starts. `GuideTurns`
+    says in which order. They compute while the cores have nothing else to do, such as in the pauses of a step.
     """
 
     def __init__(self, make_compiler: Callable[[], Compiler], timeout_s: float) -> None:
-        """make_compiler: called by `warm_up`, else by the thread for the first guide. timeout_s: the longest wait."""
+        """make_compiler: called by `warm_up`, else by a thread for the first guide. timeout_s: the longest wait."""
         self._make_compiler = make_compiler
         self._compiler: Compiler | None = None
+        self._making = threading.Lock()
         self._timeout_s = timeout_s
         self._jobs: dict[Sequence, GuideJob] = {}
         self._arrivals = itertools.count()
@@ -45,7 +58,7 @@ class GuideQueue:
         self._is_closing = False
         self._wake_up = threading.Condition()
         self._has_news = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def __len__(self) -> int:
         """How many sequences wait."""
@@ -58,6 +71,7 @@ class GuideQueue:
     def warm_up(self) -> None:
         """Make the compiler now, before the first step: making it holds the interpreter for 0.2 s."""
         self._compiler = self._make_compiler()
+        self._compiler.start()
 
     def add(self, sequence: Sequence, guide: Guide, end_tokens: tuple[int, ...]) -> None:
         """Let a sequence wait for its matcher, which `poll` gives, until `give_up`."""
@@ -67,9 +81,8 @@ class GuideQueue:
         with self._wake_up:
             self._turns.add(job)
             self._wake_up.notify()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="guide-compiler", daemon=True)
-            self._thread.start()
+        if not self._threads:
+            self._start_threads()
 
     def give_up(self, sequence: Sequence) -> bool:
         """Let a sequence wait no longer; whether it did."""
@@ -95,74 +108,111 @@ class GuideQueue:
             self._has_news.wait(timeout_s)
 
     def close(self) -> None:
-        """End the thread, behind the guide that it is compiling."""
+        """End the threads, and the compiler's processes."""
         with self._wake_up:
             self._is_closing = True
-            self._wake_up.notify()
-        if self._thread is not None:
-            self._thread.join()
+            self._wake_up.notify_all()
+        for thread in self._threads:
+            thread.join()
+        if self._compiler is not None:
+            self._compiler.close()
+
+    def _start_threads(self) -> None:
+        previous = threading.stack_size(_STACK_BYTES)
+        try:
+            for number in range(_NUM_THREADS):
+                self._threads.append(threading.Thread(target=self._run, name=f"guide-compiler-{number}", daemon=True))
+                self._threads[-1].start()
+        finally:
+            threading.stack_size(previous)
 
     def _run(self) -> None:
         # A step's threads sleep and wake hundreds of times. One that wakes takes its core from a thread of this class
         # at once; from a thread that is only nice, after milliseconds.
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         while (job := self._next()) is not None:
+            seconds = 0.0
             if not job.is_given_up:
-                self._compile(job)
+                seconds = self._compile(job)
                 self._has_news.set()
+            with self._wake_up:
+                self._turns.finish(job, seconds)
+                self._wake_up.notify_all()
 
     def _next(self) -> GuideJob | None:
         """None when the queue is closed."""
         with self._wake_up:
-            self._wake_up.wait_for(lambda: self._turns or self._is_closing)
-            return None if self._is_closing else self._turns.pop()
+            job = None
+            while not self._is_closing and (job := self._turns.pop()) is None:
+                self._wake_up.wait()
+            return job
 
-    def _compile(self, job: GuideJob) -> None:
-        self._compiler = self._compiler or self._make_compiler()
+    def _compile(self, job: GuideJob) -> float:
+        """Give a job its result; the seconds of processors that took."""
+        with self._making:
+            self._compiler = compiler = self._compiler or self._make_compiler()
+        watch = GuideWatch(lambda: not job.is_given_up and not self._is_closing)
         started_s = time.thread_time()
-        job.result = _compile(self._compiler, job)
-        with self._wake_up:
-            self._turns.charge(job.sender, time.thread_time() - started_s)
+        job.result = _compile(compiler, job, watch)
+        return watch.seconds + time.thread_time() - started_s
 
 
 class GuidesInUse:
-    """The guides of the sequences in the engine. A grammar takes up to some hundred times the memory of its guide.
+    """The memory of the guides of the sequences in the engine: of one that is not compiled its text, of a compiled one
+    what it keeps, and what the matcher of each sequence takes beside.
 
     Half of the room is for small guides only, so that large ones that fill the rest do not shut them out.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """max_bytes: of all different guides together."""
+        """max_bytes: of all guides together."""
         self._max_bytes = max_bytes
         self._num_users: Counter[Guide] = Counter()
+        self._bytes_of: dict[Guide, int] = {}
         self._num_bytes = 0
 
     def check(self, guide: Guide) -> None:
         """Raises InvalidRequest for a guide that is too long, GuidesFull when the others leave it no room."""
         if guide.num_bytes > MAX_GUIDE_BYTES:
             raise InvalidRequest(f"the guide has {guide.num_bytes} bytes, at most {MAX_GUIDE_BYTES} are accepted")
-        is_small = guide.num_bytes <= self._max_bytes // _SMALL_SHARE
-        most = self._max_bytes if is_small else self._max_bytes // 2
-        if guide not in self._num_users and self._num_bytes + guide.num_bytes > most:
-            raise GuidesFull(guide.num_bytes, self._num_bytes, self._max_bytes)
+        if guide not in self._bytes_of:
+            self._check(guide.num_bytes, 0)
 
     def add(self, guide: Guide) -> None:
         """A sequence with this guide, which has been checked, is in the engine."""
-        if guide not in self._num_users:
+        if guide not in self._bytes_of:
+            self._bytes_of[guide] = guide.num_bytes
             self._num_bytes += guide.num_bytes
         self._num_users[guide] += 1
 
-    def remove(self, guide: Guide) -> None:
-        """A sequence with this guide has ended."""
+    def compiled(self, guide: Guide, matcher: GuideMatcher) -> None:
+        """A sequence with this guide, which was added, gets its matcher. Raises GuidesFull, and nothing has changed."""
+        before = self._bytes_of[guide]
+        kept = max(before, guide.num_bytes + matcher.compiled.kept_bytes)
+        self._check(kept + matcher.num_bytes, before)
+        self._bytes_of[guide] = kept
+        self._num_bytes += kept - before + matcher.num_bytes
+
+    def remove(self, guide: Guide, matcher: GuideMatcher | None) -> None:
+        """A sequence with this guide has ended. matcher: if it had got one."""
+        self._num_bytes -= 0 if matcher is None else matcher.num_bytes
         self._num_users[guide] -= 1
         if not self._num_users[guide]:
             del self._num_users[guide]
-            self._num_bytes -= guide.num_bytes
+            self._num_bytes -= self._bytes_of.pop(guide)
+
+    def _check(self, num_bytes: int, counted_bytes: int) -> None:
+        """counted_bytes: the part of `num_bytes` that is counted already."""
+        is_small = num_bytes <= self._max_bytes // _SMALL_SHARE
+        most = self._max_bytes if is_small else self._max_bytes // 2
+        others = self._num_bytes - counted_bytes
+        if others + num_bytes > most:
+            raise GuidesFull(num_bytes, others, self._max_bytes)
 
 
-def _compile(compiler: Compiler, job: GuideJob) -> GuideMatcher | RequestError:
+def _compile(compiler: Compiler, job: GuideJob, watch: GuideWatch) -> GuideMatcher | RequestError:
     try:
-        return compiler.matcher(job.guide, job.end_tokens)
+        return compiler.matcher(job.guide, job.end_tokens, watch)
     except RequestError as error:
         return error
     except Exception as error:

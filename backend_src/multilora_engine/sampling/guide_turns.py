@@ -34,10 +34,14 @@ class GuideTurns:
     So a sender with a thousand guides and one with a single guide take turns, and the large guides of a sender wait for
     its small ones. A sender whose guides have not waited for a while starts with the least time of the others:
     nobody saves up.
+
+    Several guides may be compiled at once, but only one of each sender that can be told from others, so that a sender
+    of hard ones leaves the others room. Of the same guide one is compiled, and the others wait for what becomes of it.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[GuideJob]] = {}
+        self._running: list[GuideJob] = []
         self._seconds: dict[str, float] = {}
         self._least_seconds = 0.0
 
@@ -52,20 +56,37 @@ class GuideTurns:
             self._seconds[name] = max(self._seconds.get(name, 0.0), self._least_seconds)
         heapq.heappush(self._waiting[name], job)
 
-    def pop(self) -> GuideJob:
-        """The next guide; one must wait."""
-        name = min(self._waiting, key=lambda name: (self._seconds[name], self._waiting[name][0]))
+    def pop(self) -> GuideJob | None:
+        """The next guide, which is being compiled until `finish`; None while none of those that wait may be."""
+        jobs = [job for name in self._waiting if (job := self._next_of(name)) is not None]
+        if not jobs:
+            return None
+        job = min(jobs, key=lambda job: (self._seconds[job.sender.name], job))
+        name = job.sender.name
         self._least_seconds = self._seconds[name]
-        job = heapq.heappop(self._waiting[name])
+        self._waiting[name].remove(job)
+        heapq.heapify(self._waiting[name])
         if not self._waiting[name]:
             del self._waiting[name]
+        self._running.append(job)
         self._forget()
         return job
 
-    def charge(self, sender: Sender, seconds: float) -> None:
-        """A guide of a sender took so long to compile."""
-        before = max(self._seconds.get(sender.name, 0.0), self._least_seconds)
-        self._seconds[sender.name] = before + seconds / sender.weight
+    def finish(self, job: GuideJob, seconds: float) -> None:
+        """A guide took its sender so long to compile."""
+        self._running = [running for running in self._running if running is not job]
+        name = job.sender.name
+        before = max(self._seconds.get(name, 0.0), self._least_seconds)
+        self._seconds[name] = before + seconds / job.sender.weight
+
+    def _next_of(self, name: str) -> GuideJob | None:
+        if name and any(job.sender.name == name for job in self._running):
+            return None
+        running = {job.guide for job in self._running}
+        smallest = self._waiting[name][0]
+        if smallest.guide not in running:
+            return smallest
+        return min((job for job in self._waiting[name] if job.guide not in running), default=None)
 
     def _forget(self) -> None:
         """Drop the senders without waiting guides that would start from the least time anyway."""

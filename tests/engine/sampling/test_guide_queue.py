@@ -9,14 +9,19 @@ from random import Random
 from typing import cast
 
 import msgspec
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from llguidance import LLMatcher
 from support.fronts import TIMEOUT_S, generation_request
 
 from multilora_engine.engine.sequence import Sequence
 from multilora_engine.errors import GuidesFull, GuideTimeout, InternalError, InvalidRequest, RequestError
 from multilora_engine.request import Guide, Sender
 from multilora_engine.sampling.guide_queue import GuideQueue, GuidesInUse
-from multilora_engine.sampling.guided import GuideMatcher
+from multilora_engine.sampling.guide_sandbox import GuideWatch
+from multilora_engine.sampling.guided import CompiledGuide, GuideMatcher
 from multilora_engine.text.text_stream import TextStream
 
 
@@ -24,7 +29,7 @@ def guide(num_bytes: int) -> Guide:
     return Guide("regex", "x" * num_bytes)
 
 
-def sequence(sender: str = "") -> Sequence:
+def sequence(sender: str = "one") -> Sequence:
     request = msgspec.structs.replace(generation_request("r", [1]), sender=Sender(name=sender))
     return Sequence(request, 0, None, cast(TextStream, None), Random(0), max_output_tokens=1)
 
@@ -35,10 +40,19 @@ class GatedCompiler:
     def __init__(self) -> None:
         self.begun = threading.Semaphore(0)
         self.gate = threading.Semaphore(0)
+        self.begun_with: list[int] = []
         self.compiled: list[int] = []
         self.scheduling_classes: set[int] = set()
+        self.is_started = self.is_closed = False
 
-    def matcher(self, guide: Guide, end_tokens: tuple[int, ...]) -> GuideMatcher:
+    def start(self) -> None:
+        self.is_started = True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def matcher(self, guide: Guide, end_tokens: tuple[int, ...], watch: GuideWatch | None = None) -> GuideMatcher:
+        self.begun_with.append(guide.num_bytes)
         self.begun.release()
         assert self.gate.acquire(timeout=TIMEOUT_S)
         self.compiled.append(guide.num_bytes)
@@ -102,9 +116,10 @@ def test_a_client_with_many_small_guides_does_not_keep_another_ones_large_guide_
     for num_bytes in (2, 3, 4):
         guides.add(sequence("many"), guide(num_bytes), ())
     guides.add(sequence("one"), guide(50), ())
+    assert compiler.begun.acquire(timeout=TIMEOUT_S)
+    assert sorted(compiler.begun_with) == [1, 50]
     compiler.gate.release(5)
     results(guides, 5)
-    assert compiler.compiled[:2] == [1, 50]
 
 
 def test_a_compiler_that_is_warm_is_not_made_again(compiler: GatedCompiler) -> None:
@@ -121,6 +136,7 @@ def test_a_compiler_that_is_warm_is_not_made_again(compiler: GatedCompiler) -> N
     results(guides, 1)
     guides.close()
     assert made == [compiler]
+    assert (compiler.is_started, compiler.is_closed) == (True, True)
 
 
 def test_each_sequence_gets_its_own_result_or_error(guides: GuideQueue, compiler: GatedCompiler) -> None:
@@ -159,19 +175,72 @@ def test_a_guide_that_is_not_compiled_in_time_is_an_error(compiler: GatedCompile
     guides.close()
 
 
-def test_a_guide_counts_once_from_its_first_sequence_to_its_last() -> None:
+def matcher(kept_bytes: int, copy_bytes: int = 0) -> GuideMatcher:
+    """Of a model with 32 tokens, so that its mask takes 4 bytes."""
+    tokens = np.full(1, -1, np.int32)
+    compiled = CompiledGuide(cast(LLMatcher, FakeMatcher()), tokens, False, kept_bytes, copy_bytes)
+    return GuideMatcher(compiled, tokens, np.zeros(1, np.int32))
+
+
+class FakeMatcher:
+    def deep_copy(self) -> FakeMatcher:
+        return self
+
+
+def test_a_guide_that_is_not_compiled_counts_its_text_once_from_its_first_sequence_to_its_last() -> None:
     in_use = GuidesInUse(max_bytes=20)
     for one in (guide(4), guide(6), guide(6)):
         in_use.check(one)
         in_use.add(one)
     in_use.check(guide(4))
-    with pytest.raises(GuidesFull, match=r"the guide has 1 bytes, other guides in flight 10, and .* is 20, half"):
+    with pytest.raises(GuidesFull, match=r"the guide takes 1 bytes, other guides in flight 10, and .* is 20, half"):
         in_use.check(guide(1))
-    in_use.remove(guide(6))
+    in_use.remove(guide(6), None)
     with pytest.raises(GuidesFull):
         in_use.check(guide(1))
-    in_use.remove(guide(6))
+    in_use.remove(guide(6), None)
     in_use.check(guide(1))
+
+
+def test_a_compiled_guide_counts_what_it_keeps_once_and_each_matcher_of_it() -> None:
+    in_use = GuidesInUse(max_bytes=1000)
+    for _ in range(3):
+        in_use.add(guide(10))
+    for _ in range(2):
+        in_use.compiled(guide(10), matcher(300, 80))
+    with pytest.raises(GuidesFull, match=r"the guide takes 394 bytes, other guides in flight 168, "):
+        in_use.compiled(guide(10), matcher(300, 80))
+    in_use.remove(guide(10), matcher(300, 80))
+    in_use.compiled(guide(10), matcher(300, 80))
+    in_use.remove(guide(10), matcher(300, 80))
+    in_use.remove(guide(10), matcher(300, 80))
+    in_use.check(guide(500))
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 400), st.integers(0, 50)), max_size=40), st.randoms())
+def test_whatever_comes_and_goes_no_more_than_the_limit_is_in_use_and_nothing_stays(
+    arrivals: list[tuple[int, int, int]], random: Random
+) -> None:
+    in_use = GuidesInUse(max_bytes=1000)
+    live: list[tuple[Guide, GuideMatcher]] = []
+    for num_bytes, kept_bytes, copy_bytes in arrivals:
+        in_use.add(guide(num_bytes))
+        one = matcher(kept_bytes, copy_bytes)
+        try:
+            in_use.compiled(guide(num_bytes), one)
+            live.append((guide(num_bytes), one))
+        except GuidesFull:
+            in_use.remove(guide(num_bytes), None)
+        used = sum(one.num_bytes for _, one in live if one) + sum(
+            max(one.compiled.kept_bytes for each, one in live if each == which and one)
+            for which in {g for g, _ in live}
+        )
+        assert used <= 1000
+        if random.random() < 0.3 and live:
+            in_use.remove(*live.pop(random.randrange(len(live))))
+    for each in live:
+        in_use.remove(*each)
+    in_use.check(guide(500))
 
 
 def test_large_guides_leave_room_for_small_ones() -> None:

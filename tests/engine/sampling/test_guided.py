@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support.engines import assert_idle, run_all
 from support.fronts import TIMEOUT_S
 from tokenizers import AddedToken, decoders, models, normalizers
@@ -24,6 +28,9 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import GuidesFull, InvalidRequest
 from multilora_engine.request import GenerationRequest, Guide, SamplingParams
+from multilora_engine.sampling import guided
+from multilora_engine.sampling.guide_grammar import MAX_GUIDE_BYTES
+from multilora_engine.sampling.guide_sandbox import GuideSandbox
 from multilora_engine.sampling.guided import GuideCompiler, GuideMatcher
 from multilora_engine.text.tokenizer import Tokenizer
 
@@ -40,8 +47,10 @@ def tokenizer(default_model_dir: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> GuideCompiler:
-    return GuideCompiler(tokenizer, tokenizer.vocab_size)
+def compiler(tokenizer: Tokenizer) -> Iterator[GuideCompiler]:
+    compiler = GuideCompiler(tokenizer, tokenizer.vocab_size)
+    yield compiler
+    compiler.close()
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +140,164 @@ def sentencepiece_tokenizer(path: Path) -> Path:
     backend.add_special_tokens([AddedToken("</s>", special=True)])
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(path)
     return path
+
+
+_REPEATS = st.sampled_from(["", "*", "+", "?", "{3}", "{1,40}", "{0,900}"])
+_CLASSES = st.sampled_from(["a", ".", "[a-m]", r"\\w", r"\\p{L}", "(a|b)", "(a+)+", "(.*a)"])
+_EXPRESSIONS = st.lists(st.tuples(_CLASSES, _REPEATS).map("".join), min_size=1, max_size=6).map("".join)
+
+
+@st.composite
+def grammars(draw: st.DrawFn, defines: str, start: str) -> str:
+    """Up to 4,000 rules, each of up to three ones near it, in chains and in circles."""
+    number, reach = draw(st.sampled_from([1, 3, 10, 100, 1000, 4000])), draw(st.sampled_from([0, 0, 2, 4000]))
+    joins, rng = draw(st.sampled_from([" ", " | ", ' "b" '])), draw(st.randoms(use_true_random=False))
+    rules = [f"{start}{defines} a0", f'a{number}{defines} "x"']
+    for i in range(number):
+        others = [min(number, max(0, i + 1 - rng.randint(0, reach))) for _ in range(rng.randint(1, 3 if reach else 1))]
+        rules.append(f"a{i}{defines} {joins.join(f'a{other}' for other in others)}")
+    return "\n".join(rules)[:MAX_GUIDE_BYTES]
+
+
+_INTERSECTIONS = st.lists(_EXPRESSIONS, min_size=1, max_size=20).map(
+    lambda terms: "start: T\nT: " + " & ".join(f"/{each}/" for each in terms)
+)
+
+
+@st.composite
+def schemas(draw: st.DrawFn) -> str:
+    """Schemas that refer to each other, in chains or at random, at any depth, in all keywords that take schemas."""
+    number, depth = draw(st.sampled_from([(1, 1), (1, 3), (3, 1000), (1, 4000), (20, 2), (300, 2), (1500, 1)]))
+    is_chain, rng = draw(st.booleans()), draw(st.randoms(use_true_random=False))
+    text = json.dumps({"type": "string", "pattern": draw(_EXPRESSIONS)})
+    wraps = draw(
+        st.lists(
+            st.sampled_from(
+                [
+                    ('{"items":', "}"),
+                    ('{"properties":{"a":', "}}"),
+                    ('{"additionalProperties":', "}"),
+                    ('{"allOf":[', "]}"),
+                    (f'{{"allOf":[{text},', "]}"),
+                    (f'{{"anyOf":[{text},', "]}"),
+                    (f'{{"oneOf":[{text},', "]}"),
+                    ('{"prefixItems":[', "]}"),
+                    ('{"not":', "}"),
+                ]
+            ),
+            min_size=1,
+            max_size=3,
+        )
+    )
+    links = [f'"{number}":{text}']
+    for i in range(number):
+        around = [rng.choice(wraps) for _ in range(depth)]
+        other = i + 1 if is_chain else rng.randint(0, number)
+        before, behind = ("".join(part) for part in zip(*around, strict=True))
+        links.append(f'"{i}":{before}{{"$ref":"#/$defs/{other}"}}{behind}')
+    return '{"$ref":"#/$defs/0","$defs":{' + ",".join(links) + "}}"
+
+
+_GUIDES = st.one_of(
+    st.builds(Guide, st.just("ebnf_grammar"), grammars(":", "start")),
+    st.builds(Guide, st.just("ebnf_grammar"), grammars(" ::=", "root")),
+    st.builds(Guide, st.just("ebnf_grammar"), _INTERSECTIONS),
+    st.builds(Guide, st.just("json_schema"), schemas()),
+    st.builds(Guide, st.just("regex"), _EXPRESSIONS),
+).filter(lambda guide: guide.num_bytes <= MAX_GUIDE_BYTES)
+
+
+@given(_GUIDES)
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+def test_a_guide_of_any_form_is_refused_or_guides_and_the_next_one_is_compiled(
+    compiler: GuideCompiler, guide: Guide
+) -> None:
+    refusal = ""
+    try:
+        matcher = compiler.matcher(guide, (END,))
+        rng = Random(guide.num_bytes)
+        for _ in range(30):
+            if matcher.advance(rng.choice(allowed_ids(matcher.allowed))):
+                break
+    except InvalidRequest as error:
+        refusal = str(error)
+    assert len(refusal) < 1000
+    compiler.matcher(DIGITS, (END,))
+
+
+def test_what_a_guide_keeps_is_what_the_memory_grows_by(default_model_dir: Path) -> None:
+    """In a process of its own, where nothing else takes or frees memory."""
+    program = (
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "from multilora_engine.request import Guide\n"
+        "from multilora_engine.sampling.guided import GuideCompiler\n"
+        "from multilora_engine.text.tokenizer import Tokenizer\n"
+        "def pages():\n"
+        "    return int(open('/proc/self/statm').read().split()[1])\n"
+        "tokenizer = Tokenizer(Path(sys.argv[1]))\n"
+        "compiler = GuideCompiler(tokenizer, tokenizer.vocab_size)\n"
+        "def compiled(row):\n"
+        "    schema = {'properties': {f'{row} {i}': {'type': 'integer', 'minimum': i} for i in range(400)}}\n"
+        "    return compiler.matcher(Guide('json_schema', json.dumps(schema)), ())\n"
+        "first, before = compiled(0), pages()\n"
+        "matchers = [compiled(row) for row in range(1, 7)]\n"
+        "print((pages() - before) * 4096 / sum(each.compiled.kept_bytes for each in matchers))\n"
+        "compiler.close()\n"
+    )
+    command = [sys.executable, "-c", program, str(default_model_dir)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    assert 0.5 < float(done.stdout) < 1.5
+
+
+def test_of_text_that_a_guide_forces_no_more_is_tokenized_for_a_token_than_it_needs(
+    compiler: GuideCompiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    encode = Tokenizer.encode
+
+    def noted(self: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+        lengths.append(len(text))
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    text = "It was a bright cold day in April. " * 100
+    matcher = compiler.matcher(Guide("regex", text.replace(".", "[.]")), (END,))
+    token_ids: list[int] = []
+    is_complete = False
+    while not is_complete:
+        token_ids.append(allowed_ids(matcher.allowed)[-1])
+        is_complete = matcher.advance(token_ids[-1])
+    assert tokenizer.decode(token_ids) == text
+    assert max(lengths) < 1000
+
+
+def test_a_lexer_that_has_grown_with_many_answers_is_made_anew(
+    compiler: GuideCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guided, "_MAX_TOKENS_OF_A_LEXER", 5)
+    first = compiler.matcher(NUMBER, (END,))
+    again = compiler.matcher(NUMBER, (END,))
+    assert again.compiled is first.compiled
+    for _ in range(5):
+        again.advance(allowed_ids(again.allowed)[-1])
+    later = compiler.matcher(NUMBER, (END,))
+    assert later.compiled is not first.compiled
+    assert (later.allowed == first.allowed).all()
+
+
+def test_a_guide_that_was_refused_a_moment_ago_is_not_tried_again(
+    compiler: GuideCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = Guide("regex", "(unclosed")
+    with pytest.raises(InvalidRequest, match="unclosed group") as first:
+        compiler.matcher(guide, (END,))
+    tried: list[Guide] = []
+    monkeypatch.setattr(GuideSandbox, "try_guide", lambda self, guide, watch: tried.append(guide))
+    with pytest.raises(InvalidRequest) as second:
+        compiler.matcher(guide, (END,))
+    assert str(second.value) == str(first.value)
+    assert not tried
 
 
 def test_answers_of_random_schemas_validate(engine: Engine) -> None:
@@ -243,6 +410,11 @@ def test_a_preempted_answer_goes_on_where_it_was(
     assert {name: a.text for name, a in run_all(engine, requests).items()} == {n: a.text for n, a in answers.items()}
 
 
+LARK_CHAIN = "start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(3000)) + '\na3000: "x"'
+_LINKS = {f"{i}": {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(1500)}
+SCHEMA_CHAIN = json.dumps({"$ref": "#/$defs/0", "$defs": {**_LINKS, "1500": {}}})
+
+
 @pytest.mark.parametrize(
     ("guide", "message"),
     [
@@ -265,6 +437,8 @@ def test_a_preempted_answer_goes_on_where_it_was(
         (Guide("ebnf_grammar", "root ::= " + "(" * 20_000), "recursion"),
         (Guide("ebnf_grammar", "start: " + "(" * 20_000), "too deeply nested"),
         (Guide("ebnf_grammar", 'start: start "a"'), "no answer from here"),
+        (Guide("ebnf_grammar", LARK_CHAIN), "takes more than 8388608 bytes of stack to compile"),
+        (Guide("json_schema", SCHEMA_CHAIN), "takes more than 8388608 bytes of stack to compile"),
     ],
     ids=lambda value: None if isinstance(value, Guide) else value[:20],
 )
@@ -297,11 +471,21 @@ def test_guides_in_flight_are_bounded_together(checkpoint: Path, default_model_d
     engine = make_engine(checkpoint, default_model_dir, max_guide_bytes_in_flight=2 * len(DIGITS.text + NUMBER.text))
     for name, guide in (("a", DIGITS), ("b", NUMBER), ("c", NUMBER)):
         engine.add_request(request(name, guide))
-    with pytest.raises(GuidesFull, match=r"the guide has 4 bytes, other guides in flight 14, and .* is 28, half"):
+    with pytest.raises(GuidesFull, match=r"the guide takes 4 bytes, other guides in flight 14, and .* is 28, half"):
         engine.add_request(request("d", Guide("regex", "[ab]")))
     assert engine.abort("a") is not None
     engine.add_request(request("d", Guide("regex", "[ab]")))
     engine.check_integrity()
+
+
+def test_a_compiled_guide_counts_by_its_memory(checkpoint: Path, default_model_dir: Path) -> None:
+    engine = make_engine(checkpoint, default_model_dir, max_guide_bytes_in_flight=100_000)
+    answers = run_all(engine, [request("large", DIGITS), request("free", None, max_tokens=3)])
+    assert answers["large"].final is not None
+    assert answers["large"].final.error_code == "UNAVAILABLE"
+    assert "max_guide_bytes_in_flight is 100000" in (answers["large"].final.error_message or "")
+    assert len(answers["free"].token_ids) == 3
+    assert_idle(engine)
 
 
 def test_a_guide_no_token_of_the_model_can_follow_is_refused(tokenizer: Tokenizer) -> None:
