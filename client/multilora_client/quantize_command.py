@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from multilora_engine.quantize import Report
 
 _EXTRA = ("multilora_engine", "torch", "transformers", "compressed_tensors")
+_MUCH_WORSE = 1.1
 _READERS_OF_ZERO_POINTS = (
     "multilora and compressed-tensors read such a checkpoint, and vLLM one of 4 bits; transformers 5 does not load it."
 )
@@ -118,6 +119,12 @@ def quantize(
             except ConfigError as error:
                 raise InvalidRequest(str(error)) from error
         typer.echo(f"{output}: {_describe(report)}")
+        if is_much_worse(report):
+            typer.echo(
+                "The perplexity is more than a tenth worse: try --calibration TEXT, a smaller --group-size, "
+                "--asymmetric or --scheme w8a16.",
+                err=True,
+            )
         if asymmetric:
             typer.echo(_READERS_OF_ZERO_POINTS)
         if scheme == "fp8" and perplexity:
@@ -132,6 +139,12 @@ def _check_extra() -> None:
         raise Unsupported(
             f"{' and '.join(missing)} missing; install the extra: pip install './backend_src[quantize]' in a clone"
         )
+
+
+def is_much_worse(report: Report) -> bool:
+    """Whether the perplexity of the rounded model is more than a tenth above that of the floats."""
+    before, after = report.perplexity_before, report.perplexity_after
+    return before is not None and after is not None and not after <= _MUCH_WORSE * before
 
 
 def _describe(report: Report) -> str:

@@ -63,7 +63,7 @@ class HugePages:
         self._used = 0
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of `shape`, from the begin of a cache line on. Raises OSError where memory is lacking."""
+        """A tensor of `shape`, from the begin of a cache line on. Raises MemoryError where memory is lacking."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > len(self._slab) - self._used:
             self._slab, self._used = _slab(num_bytes), 0
@@ -73,9 +73,15 @@ class HugePages:
 
 
 def _slab(num_bytes: int) -> torch.Tensor:
-    """At least so many zero bytes, from the begin of a huge page on."""
+    """At least so many zero bytes, from the begin of a huge page on. Raises MemoryError."""
     size = _rounded_up(max(num_bytes, _SLAB_BYTES), HUGE_PAGE_BYTES)
-    memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(
+            f"{size / (1 << 20):.0f} MiB for weights, KV cache or adapters: {error.strerror}; the machine, or a limit "
+            "of this process (ulimit -v), does not have them"
+        ) from error
     # Linux may be built without huge pages.
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
 from multilora_client import quantize_command
 from multilora_client.cli import app
+from multilora_engine.quantize import Report
 
 
 def run(*arguments: object) -> Result:
@@ -133,3 +134,25 @@ def test_help_names_the_schemes() -> None:
     assert all(
         scheme in result.stdout for scheme in ("w4a16", "w8a16", "fp8", "--calibration", "--head", "--embeddings")
     )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_worse"),
+    [
+        (10.0, 10.9, False),
+        (10.0, 11.2, True),
+        (10.0, float("inf"), True),
+        (10.0, float("nan"), True),
+        (None, None, False),
+    ],
+)
+def test_a_perplexity_that_is_much_worse_is_told_with_what_helps(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: float, after: float, is_worse: bool
+) -> None:
+    def report(*_: object, **__: object) -> Report:
+        return Report("w4a16", 1, 10, 5, before, after, 7, 0, 0.0, 0.0)
+
+    monkeypatch.setattr("multilora_engine.quantize.quantize_checkpoint", report)
+    result = run(checkpoint, "--scheme", "w4a16", "--output", tmp_path / "out")
+    assert result.exit_code == 0
+    assert ("more than a tenth worse: try --calibration" in result.stderr) is is_worse

@@ -147,3 +147,20 @@ def test_a_failed_build_says_what_the_compiler_said_and_leaves_nothing_to_load(m
     with pytest.raises(build.BuildError, match="no space"):
         build.load_library()
     assert not [path for path in tmp_path.rglob("*") if path.suffix in (".so", ".o")]
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder"),
+    [
+        ({"MULTILORA_KERNELS_CACHE": "/k", "MULTILORA_CACHE": "/m"}, "/k"),
+        ({"MULTILORA_CACHE": "/m", "XDG_CACHE_HOME": "/x"}, "/m/kernels"),
+        ({"XDG_CACHE_HOME": "/x"}, "/x/multilora/kernels"),
+        ({}, "/h/.cache/multilora/kernels"),
+    ],
+)
+def test_the_cache_is_where_the_environment_says(monkeypatch, environ, folder):
+    for name in ("MULTILORA_KERNELS_CACHE", "MULTILORA_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": "/h", **environ}.items():
+        monkeypatch.setenv(name, value)
+    assert str(build._cache_folder()) == folder

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,3 +97,18 @@ def test_memory_that_is_populated_is_taken_and_keeps_its_values():
     taken = resident_bytes(tensor) - before
     assert tensor.nbytes // 2 <= taken <= tensor.nbytes // 2 + (4 << 20)
     assert tensor[:8].tolist() == [0, 0, 0, 0, 0, 3, 0, 0]
+
+
+def test_memory_that_is_lacking_is_told_with_its_size():
+    code = """
+import resource
+from multilora_kernels.huge_pages import HugePages
+import torch
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+try:
+    HugePages().zeros((64 << 30,), torch.uint8)
+except MemoryError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert re.match(r"65536 MiB for weights, KV cache or adapters: Cannot allocate memory; .*ulimit -v", done.stdout)

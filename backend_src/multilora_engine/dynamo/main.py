@@ -18,7 +18,10 @@ def main() -> None:
     try:
         from dynamo.common.backend.run import run
     except ImportError as error:
-        sys.exit(f"multilora-dynamo: {error}; install ai-dynamo, see the extra `dynamo` of multilora-engine")
+        sys.exit(
+            f"multilora-dynamo: {error}; install it: pip install './backend_src[dynamo]' in a clone, then "
+            "pip install --no-deps ai-dynamo"
+        )
     from multilora_engine.dynamo.worker import DynamoWorker
 
     try:

@@ -229,8 +229,8 @@ def _unpacked(switches: Sequence[WeightSwitch]) -> list[PackedWeight]:
     """One weight after another, so that little more than the floats is needed. Raises InternalError without memory."""
     try:
         return [switch.codes.unpacked() for switch in switches]
-    except (RuntimeError, MemoryError, OSError) as error:
-        if not isinstance(error, OSError) and not is_out_of_memory(error):
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
             raise
         raise InternalError(f"no memory for the floats of {len(switches)} weights: {error}") from error
 

@@ -56,7 +56,7 @@ def opened(file: Path) -> Iterator[Any]:
     except (OSError, SafetensorError) as error:
         # safetensors says of a file that may not be read that there is none.
         may_read = not file.exists() or os.access(file, os.R_OK)
-        reason = error if may_read else "this process's user may not read it"
+        reason = error if may_read else f"this process's user may not read it; chmod -R a+rX {file.parent}"
         raise ConfigError(f"cannot read {file}: {reason}") from error
 
 

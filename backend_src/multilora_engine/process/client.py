@@ -287,7 +287,9 @@ class EngineClient:
         return []
 
     def _reconnect(self) -> None:
-        logger.error("the engine is gone, %d requests in flight are lost", len(self._calls))
+        # The supervisor says that the engine is gone; each front says so only if it lost something.
+        level = logging.ERROR if self._calls else logging.INFO
+        logger.log(level, "the engine is gone, %d requests in flight are lost", len(self._calls))
         self._set_state(None, None)
         self._tell_of_blocks(lambda listener: listener.on_loss())
         self._fail_all(EngineUnavailable("the engine process died; it is being restarted, try again"))

@@ -49,4 +49,7 @@ def _download(hub_id: str) -> Path:
         return Path(snapshot_download(hub_id, allow_patterns=_WANTED_FILES, ignore_patterns=_UNWANTED_FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{hub_id} is no directory here, and downloading it failed: {reason}") from None
+        raise ConfigError(
+            f"{hub_id} is no directory here, and downloading it failed: {reason}; give a directory, or set HF_ENDPOINT "
+            "to a hub that this machine reaches, or HF_TOKEN where the model is not public"
+        ) from None

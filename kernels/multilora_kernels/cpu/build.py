@@ -31,7 +31,8 @@ from types import ModuleType
 logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "MULTILORA_KERNELS_CACHE"
-"""Environment variable: the folder of compiled libraries, instead of `~/.cache/multilora/kernels`."""
+"""Environment variable: the folder of compiled libraries, instead of `kernels` in that of all that multilora keeps:
+$MULTILORA_CACHE, else $XDG_CACHE_HOME/multilora, else ~/.cache/multilora."""
 
 _NAME = "multilora_cpu"
 _FOLDER = Path(__file__).parent
@@ -119,8 +120,10 @@ def _jobs() -> int:
 
 
 def _cache_folder() -> Path:
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "multilora" / "kernels"
-    return Path(os.environ.get(CACHE_VARIABLE) or default)
+    if own := os.environ.get(CACHE_VARIABLE):
+        return Path(own)
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "multilora"
+    return Path(os.environ.get("MULTILORA_CACHE") or default) / "kernels"
 
 
 def _digest() -> str:
