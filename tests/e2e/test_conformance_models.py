@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import jsonschema
@@ -236,14 +237,20 @@ def assert_blocks_are_told(result: Any) -> None:
     assert blocks["kv_cache_alloc_total_blocks"] >= 1
 
 
-@row("tensorrt_llm", "return_kv_cache_reuse_stats (v0.16 to v0.18.2): KV cache blocks alone, at the text doors, too")
+@row(
+    "tensorrt_llm",
+    "return_kv_cache_reuse_stats (v0.16 to v0.18.2): KV cache blocks alone, at the text doors, too; in each response "
+    "of a stream",
+)
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_bls"])
 def test_kv_cache_stats(url: str, model: str) -> None:
     wanted = {"return_kv_cache_reuse_stats": flag()}
-    request = token_request(IDS, 3, False) if model == "tensorrt_llm" else text_request(PROMPT, 3, False)
+    make = partial(token_request, IDS) if model == "tensorrt_llm" else partial(text_request, PROMPT)
+    request = make(3, False)
     (result,) = stream(url, model, {**request, **wanted})
-    assert_blocks_are_told(result)
-    assert not ({*PERF_OUTPUTS, *DRAFT_OUTPUTS} - BLOCK_OUTPUTS) & names_of(result)
+    for told in (result, *stream(url, model, {**make(3, True), **wanted})):
+        assert_blocks_are_told(told)
+        assert not ({*PERF_OUTPUTS, *DRAFT_OUTPUTS} - BLOCK_OUTPUTS) & names_of(told)
     (without,) = stream(url, model, request)
     assert not {*PERF_OUTPUTS, *DRAFT_OUTPUTS} & names_of(without)
 
