@@ -150,8 +150,7 @@ class Client:
     ) -> list[int]:
         """Token ids of a prompt, or of a chat by the model's template, as the server would compute them.
 
-        add_special_tokens: whether to add the tokenizer's special tokens around a text, such as one that begins it; the
-            server's own setting when not given. A chat's template writes them itself.
+        add_special_tokens: see GenerateOptions.
         """
         return parse_token_ids(self._transport.infer(tokenize_request(prompt, add_special_tokens, **chat)))
 

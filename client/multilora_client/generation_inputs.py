@@ -108,6 +108,7 @@ _SAMPLING_INPUTS: Mapping[str, tuple[str, type[np.generic]]] = {
     "num_top_log_probs": ("num_top_log_probs", np.int32),
     "return_prompt_log_probs": ("return_prompt_log_probs", np.bool_),
     "num_prompt_top_log_probs": ("num_prompt_top_log_probs", np.int32),
+    "add_special_tokens": ("add_special_tokens", np.bool_),
     "truncate_prompt_tokens": ("truncate_prompt_tokens", np.int32),
     "include_stop_str_in_output": ("include_stop_str_in_output", np.bool_),
     "priority": ("priority", np.int32),

@@ -39,6 +39,8 @@ class GenerateOptions(ChatOptions, total=False):
     Exactly one of the prompt, `messages` and `input_ids` is required.
 
     input_ids: token ids of the prompt.
+    add_special_tokens: whether the tokenizer's special tokens, such as one that begins a text, are put around the
+        prompt (the server's own setting when not given) or around what the chat template writes (False when not given).
     truncate_prompt_tokens: keep only so many tokens of the prompt, its last ones; -1 for as many as leave room for
         `max_tokens`.
     max_tokens: most tokens to generate, 128 when not given; 0 only computes the prompt. min_tokens: least before an end
@@ -72,6 +74,7 @@ class GenerateOptions(ChatOptions, total=False):
     """
 
     input_ids: Sequence[int] | None
+    add_special_tokens: bool | None
     truncate_prompt_tokens: int | None
     max_tokens: int | None
     min_tokens: int | None

@@ -172,7 +172,8 @@ def test_a_prompt_is_cut_to_its_end(each_client: Client, vocabulary: tokenizers.
 
 def test_ensembles_cut_prompts_and_keep_stop_words_as_well(server: ServerProcess, client: Client) -> None:
     with Client(f"grpc://{server.grpc_url}", door=ENSEMBLE) as ensemble:
-        for options in ({"truncate_prompt_tokens": 3}, {"stop_words": [","], "include_stop_str_in_output": True}):
+        stop = {"stop_words": [","], "include_stop_str_in_output": True}
+        for options in ({"truncate_prompt_tokens": 3}, {"add_special_tokens": False}, stop):
             expected = client.generate(PROMPT, max_tokens=12, **options)  # type: ignore[arg-type]
             answer = ensemble.generate(PROMPT, max_tokens=12, **options)  # type: ignore[arg-type]
             assert (answer.text, answer.num_input_tokens) == (expected.text, expected.num_input_tokens)

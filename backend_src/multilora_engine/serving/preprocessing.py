@@ -70,10 +70,11 @@ def _read_prompts(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) 
             f"a request needs either text_input or messages; it has {'both' if present else 'neither'}"
         )
     rows = range(inputs.num_rows(present[0]))
+    default = info.add_special_tokens if present == ["QUERY"] else False
+    adds_special = [_default(inputs.scalar("ADD_SPECIAL_TOKENS", row), default) for row in rows]
     if present == ["QUERY"]:
-        adds_special = [_default(inputs.scalar("ADD_SPECIAL_TOKENS", row), info.add_special_tokens) for row in rows]
         return [encode_text(inputs.text("QUERY", row) or "", tokenizer, info, adds_special[row]) for row in rows]
-    return [encode_messages(inputs.text("MESSAGES", row) or "", tokenizer, info) for row in rows]
+    return [encode_messages(inputs.text("MESSAGES", row) or "", tokenizer, info, adds_special[row]) for row in rows]
 
 
 def _tokenize_words(

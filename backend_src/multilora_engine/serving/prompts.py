@@ -36,11 +36,12 @@ class _Chat(msgspec.Struct, forbid_unknown_fields=True):
     continue_final_message: bool = False
 
 
-def encode_messages(text: str, tokenizer: Tokenizer, info: EngineInfo) -> list[int]:
+def encode_messages(text: str, tokenizer: Tokenizer, info: EngineInfo, add_special_tokens: bool = False) -> list[int]:
     """Token ids of a chat, ready for the answer.
 
     text: a JSON list of objects with `role` and `content`, or an object with such `messages` and with any of `tools`,
         `chat_template_kwargs`, `add_generation_prompt` and `continue_final_message`.
+    add_special_tokens: whether the tokenizer adds its own to those that the template writes.
     Raises InvalidRequest for anything else, for texts that are too long, and for chats that the template refuses.
     """
     check_prompt_bytes("messages", len(text.encode()), info)
@@ -58,7 +59,9 @@ def encode_messages(text: str, tokenizer: Tokenizer, info: EngineInfo) -> list[i
     options, keeps_special = _template_options(chat), info.special_tokens_in_messages
     most = info.limits.max_prompt_bytes
     try:
-        return tokenizer.apply_chat_template(chat.messages, chat.tools, options, keeps_special, most)
+        return tokenizer.apply_chat_template(
+            chat.messages, chat.tools, options, keeps_special, most, add_special_tokens
+        )
     except RecursionError:
         raise InvalidRequest("messages are nested too deep for the model's chat template") from None
 

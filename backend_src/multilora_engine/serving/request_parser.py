@@ -69,10 +69,13 @@ def _prompt_name(inputs: InputTensors) -> str:
 
 
 def _read_prompt(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: Tokenizer) -> list[int]:
+    asked = inputs.scalar("add_special_tokens", row)
     if (text := inputs.text("text_input", row)) is not None:
-        return encode_text(text, tokenizer, info, info.add_special_tokens)
+        return encode_text(text, tokenizer, info, info.add_special_tokens if asked is None else asked)
     if (messages := inputs.text("messages", row)) is not None:
-        return encode_messages(messages, tokenizer, info)
+        return encode_messages(messages, tokenizer, info, bool(asked))
+    if asked is not None:
+        raise InvalidRequest("add_special_tokens goes with text_input or messages: input_ids are tokens already")
     return _read_input_ids(inputs, row)
 
 

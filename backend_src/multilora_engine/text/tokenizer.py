@@ -14,6 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from tokenizers import Encoding
+
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.text.chat_contents import fit_contents
 from multilora_engine.text.plain_specials import PlainSpecials
@@ -72,12 +74,14 @@ class Tokenizer:
         options: Mapping[str, Any] = MappingProxyType({}),
         keeps_special_tokens: bool = True,
         max_bytes: int | None = None,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """Token ids of a chat, ready for the assistant's answer.
 
         options: `add_generation_prompt`, `continue_final_message` and other variables of the template.
         keeps_special_tokens: whether text that spells a special token in messages, tools and options becomes one.
         max_bytes: the longest text that the template may make of it.
+        add_special_tokens: whether those of the tokenizer's post-processor are added, as to a prompt.
         Contents are a text or a list of parts, whichever the template takes. Raises InvalidRequest when the template
         refuses the chat, makes too long a text of it, or would leave out a content, calls or the tools without a word.
         """
@@ -97,6 +101,9 @@ class Tokenizer:
             raise InvalidRequest(
                 f"the model's chat template makes {num_bytes} bytes of the messages and max_prompt_bytes is {max_bytes}"
             )
+        if add_special_tokens:
+            bare = Encoding.merge([self._backend.encode(piece, add_special_tokens=False) for piece in pieces], False)
+            return list(self._backend.post_process(bare, None, True).ids)
         return [token_id for piece in pieces for token_id in self.encode(piece, add_special_tokens=False)]
 
     @cached_property

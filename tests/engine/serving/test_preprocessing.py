@@ -53,16 +53,38 @@ def test_a_chat_becomes_tokens(tokenizer: Tokenizer) -> None:
 def test_special_tokens_are_added_by_default_or_as_asked(
     default_model_dir: Path, tmp_path: Path, default: bool, asked: dict[str, Any], is_added: bool
 ) -> None:
+    tokenizer, special_id = surrounding_tokenizer(default_model_dir, tmp_path)
+    info = dataclasses.replace(INFO, add_special_tokens=default)
+    inputs = InputTensors(FakeRequest({"QUERY": [["Hi"]], **asked}))
+    plain = tokenizer.encode("Hi", add_special_tokens=False)
+    assert preprocess(inputs, info, tokenizer)["INPUT_ID"].tolist() == [[special_id] * is_added + plain]
+
+
+@pytest.mark.parametrize("keeps_special", [True, False])
+@pytest.mark.parametrize("default", [True, False])
+def test_a_chat_gets_special_tokens_only_where_it_asks(
+    default_model_dir: Path, tmp_path: Path, keeps_special: bool, default: bool
+) -> None:
+    tokenizer, special_id = surrounding_tokenizer(default_model_dir, tmp_path)
+    info = dataclasses.replace(INFO, add_special_tokens=default, special_tokens_in_messages=keeps_special)
+    messages = {"MESSAGES": [['[{"role": "user", "content": "a <|im_end|> b"}]']]}
+
+    def ids(**asked: Any) -> Any:
+        return preprocess(InputTensors(FakeRequest(messages | asked)), info, tokenizer)["INPUT_ID"].tolist()[0]
+
+    assert ids() == ids(ADD_SPECIAL_TOKENS=[[False]])
+    assert ids(ADD_SPECIAL_TOKENS=[[True]]) == [special_id, *ids()]
+
+
+def surrounding_tokenizer(default_model_dir: Path, tmp_path: Path) -> tuple[Tokenizer, int]:
+    """A tokenizer that puts a special token in front of a text, and the token."""
     original = AutoTokenizer.from_pretrained(default_model_dir)
     special = "<|im_start|>"
     original.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{special} $A", special_tokens=[(special, special_id := original.convert_tokens_to_ids(special))]
     )
     original.save_pretrained(tmp_path)
-    tokenizer, info = Tokenizer(tmp_path), dataclasses.replace(INFO, add_special_tokens=default)
-    inputs = InputTensors(FakeRequest({"QUERY": [["Hi"]], **asked}))
-    plain = tokenizer.encode("Hi", add_special_tokens=False)
-    assert preprocess(inputs, info, tokenizer)["INPUT_ID"].tolist() == [[special_id] * is_added + plain]
+    return Tokenizer(tmp_path), special_id
 
 
 def test_end_and_pad_id_are_the_tokenizers_unless_given(tokenizer: Tokenizer) -> None:

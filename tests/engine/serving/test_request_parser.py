@@ -137,6 +137,10 @@ def test_sampling_is_greedy_unless_asked(read: Any, tensors: dict[str, Any], exp
         ({"max_tokens": [[-3]]}, r"max_tokens is -3, expected a number >= 0"),
         ({"truncate_prompt_tokens": [[0]]}, r"truncate_prompt_tokens is 0, expected -1 .* or a number > 0"),
         ({"truncate_prompt_tokens": [[-2]]}, r"truncate_prompt_tokens is -2, expected a number >= -1"),
+        (
+            {"add_special_tokens": [[False]]},
+            r"add_special_tokens goes with text_input or messages: input_ids are tokens",
+        ),
         ({"num_prompt_top_log_probs": [[-1]]}, r"num_prompt_top_log_probs is -1, expected a number >= 0"),
         ({"request_output_len": [[8]]}, r"max_tokens 9 and request_output_len 8 contradict each other"),
         ({"guided_decoding_guide": [["x"]]}, r"guided_decoding_guide_type is None, expected one of json, json_schema"),

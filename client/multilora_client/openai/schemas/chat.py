@@ -205,6 +205,7 @@ class ChatRequest(Sampling):
             chat_template_kwargs=self._template_values() or None,
             add_generation_prompt=None if self.add_generation_prompt else False,
             continue_final_message=self.continue_final_message or None,
+            add_special_tokens=self.add_special_tokens,
             max_tokens=self.max_completion_tokens or self.max_tokens or UNLIMITED,
         )
         told = log_probs((self.top_logprobs or 0) if self.logprobs else None) | prompt_log_probs(self.prompt_logprobs)

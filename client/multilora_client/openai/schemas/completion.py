@@ -65,7 +65,7 @@ class CompletionRequest(Sampling):
         length = GenerateOptions(max_tokens=_MAX_TOKENS if self.max_tokens is None else self.max_tokens)
         options = length | self.sampling() | single_guide(self.guides()) | log_probs(self.logprobs)
         return [
-            Question(prompt, options | self._told_of_prompt(i))
+            Question(prompt, options | self._told_of_prompt(i) | {"add_special_tokens": self.add_special_tokens})
             if isinstance(prompt, str)
             else Question(None, options | self._told_of_prompt(i) | {"input_ids": prompt})
             for i, prompt in enumerate(self.prompt)

@@ -77,6 +77,7 @@ class Sampling(TokenChoice):
     response_format: ResponseFormat = ResponseFormat(type="text")
     user: str | None = None
 
+    add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=UNLIMITED)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     return_tokens_as_token_ids: bool = False

@@ -21,7 +21,7 @@ class TokenizeRequest(Strict):
     model: ModelName | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1)
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     return_token_strs: Annotated[bool, only(False)] = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -36,8 +36,8 @@ class TokenizeRequest(Strict):
 
     @property
     def special_tokens(self) -> bool | None:
-        """None for a chat, whose template writes its own."""
-        return self.add_special_tokens if self.messages is None else None
+        """As vLLM has it, a prompt gets them, and a chat, whose template writes its own, does not."""
+        return True if self.add_special_tokens is None and self.messages is None else self.add_special_tokens
 
     def tools_told(self) -> list[Mapping[str, Any]] | None:
         """The messages in place of messages and tools, where the model's chat template has no place for tools."""

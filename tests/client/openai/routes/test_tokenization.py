@@ -37,6 +37,8 @@ def test_a_chat_becomes_tokens_by_its_template(front: TestClient, server: Any) -
         "add_generation_prompt": False,
     }
     assert server.value("ADD_SPECIAL_TOKENS") is None
+    front.post("/tokenize", json=body | {"add_special_tokens": True})
+    assert server.value("ADD_SPECIAL_TOKENS") is True
 
 
 @pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "sky"}}]])

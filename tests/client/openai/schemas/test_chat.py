@@ -72,6 +72,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"modalities": ["text"], "service_tier": "flex", "prediction": {"type": "content"}}, "max_tokens", 2**31 - 1),
         ({"stream_options": {"include_obfuscation": False}, "stream": True}, "streaming", True),
         ({"n": 2, "best_of": 2}, "num_return_sequences", 2),
+        ({"add_special_tokens": True}, "add_special_tokens", True),
+        ({}, "add_special_tokens", None),
         ({"no_stop_trim": True}, "include_stop_str_in_output", True),
         (
             {
