@@ -39,6 +39,7 @@ from multilora_engine.tritonserver.checkpoint import check_stub_opens, resolve_c
 from multilora_engine.tritonserver.launch import announce, console, errors_as_one_line, wait_ready, watch
 from multilora_kernels.cpu.build import needs_compiler
 from multilora_wire.adapter_names import task_id_of_name
+from multilora_wire.end_with_parent import end_with_parent
 from servers.started_server import sigterm_as_ctrl_c
 from training.sample_adapters import SAMPLE_ADAPTERS
 
@@ -180,7 +181,7 @@ def web_console(server: ServerProcess, free_ports: bool) -> Iterator[None]:
     """`multilora console` beside the server: it says where its page is, or why it cannot be."""
     command = [str(Path(sys.executable).with_name("multilora")), "console", f"--url=grpc://{server.grpc_url}"]
     command += [f"--http-url=http://{server.http_url}", *(["--port=0"] if free_ports else [])]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL) as process:
+    with subprocess.Popen(end_with_parent(command), stdin=subprocess.DEVNULL) as process:
         try:
             yield
         finally:

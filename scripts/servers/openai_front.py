@@ -12,6 +12,8 @@ from pathlib import Path
 
 import httpx2
 
+from multilora_wire.end_with_parent import end_with_parent
+
 
 @contextmanager
 def started_openai_front(grpc_url: str, *options: str) -> Iterator[str]:
@@ -20,7 +22,7 @@ def started_openai_front(grpc_url: str, *options: str) -> Iterator[str]:
         port = listener.getsockname()[1]
     command = [str(Path(sys.executable).with_name("multilora")), "openai", f"--port={port}"]
     command += [f"--url=grpc://{grpc_url}", *options]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as front:
+    with subprocess.Popen(end_with_parent(command), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as front:
         try:
             while not _answers(f"http://127.0.0.1:{port}/v1/models"):
                 assert front.poll() is None, "it said why"

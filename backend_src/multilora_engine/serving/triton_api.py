@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from multilora_engine.errors import InvalidRequest, RequestError
 from multilora_engine.log_lines import configure_logging
+from multilora_wire.end_with_parent import watch_parent
 
 _NEAREST_CODES = {
     "UNAUTHENTICATED": "INVALID_ARG",
@@ -57,12 +58,14 @@ class TritonRequest(Protocol):
 
 
 def prepare_stub(model_name: str) -> None:
-    """Send log lines to the server's stderr, and keep all imported objects out of garbage collections.
+    """Send log lines to the server's stderr, end with the server, and keep all imported objects out of garbage
+    collections.
 
     That is up to 200,000 objects: most of the time of a collection, and of the interpreter's end.
     """
     gc.freeze()
     configure_logging(model_name)
+    watch_parent()
 
 
 def backend_utils() -> ModuleType:

@@ -50,6 +50,7 @@ from multilora_engine.tritonserver.repository import check_configs, find_model_r
 from multilora_engine.tritonserver.shared_memory import claim_regions, remove_leftovers
 from multilora_engine.tritonserver.tracing import tracing_arguments
 from multilora_engine.tritonserver.upstream_models import add_upstream_models
+from multilora_wire.end_with_parent import end_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -290,7 +291,8 @@ class ServerProcess:
         variables = {TOKEN_VARIABLE: self._regions.token, CANARY_KEY_VARIABLE: self._canary_key}
         variables |= self._model_variable()
         return subprocess.Popen(
-            command,
+            # Its models' processes look after it by themselves, and the engine after the one that started it.
+            end_with_parent(command),
             env=server_environment(variables),
             # The stubs have the current directory on sys.path, so it must not hold anything importable.
             cwd=self._folder,

@@ -21,6 +21,7 @@ from multilora_client.convert import convert_peft, load_adapter_tensors
 from multilora_client.errors import AdapterError, MultiloraClientError, TimedOut
 from multilora_client.peft_directory import PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE, is_peft
 from multilora_wire.converted_files import CONFIG_FILE, OLD_CONFIG_FILE, ORIGIN_FILE, WEIGHTS_FILE
+from multilora_wire.end_with_parent import end_with_parent
 
 FILE_NAMES = frozenset({PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE, WEIGHTS_FILE, CONFIG_FILE, OLD_CONFIG_FILE, ORIGIN_FILE})
 """The only files of an adapter that are read, and so the only ones that are taken."""
@@ -35,7 +36,9 @@ async def converted(
     """
     arguments = [str(directory), str(output), *([] if base_model is None else [str(base_model)])]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", __name__, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
+        *end_with_parent([sys.executable, "-m", __name__, *arguments]),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
     try:
