@@ -20,7 +20,8 @@ RUN /opt/multilora/bin/pip install --no-cache-dir -c constraints.txt ./kernels "
  && /opt/multilora/bin/pip install --no-cache-dir -c constraints.txt --no-deps nvidia-pytriton
 # The C++ operators, for every processor: the widest instructions are chosen when they run.
 ENV MULTILORA_KERNELS_CACHE=/opt/multilora/kernels
-RUN /opt/multilora/bin/python -m multilora_kernels.cpu
+RUN /opt/multilora/bin/python -m multilora_kernels.cpu \
+ && /opt/multilora/bin/python -m multilora_engine.tritonserver.request_guard
 
 FROM ${BASE_IMAGE}
 RUN apt-get update \

@@ -21,7 +21,8 @@ COPY model_repository/ model_repository/
 RUN /opt/multilora/bin/pip install --no-cache-dir -c constraints.txt ./kernels "./client[openai]" "./backend_src[serve]"
 # For the processor too, so that the image serves where there is no GPU.
 ENV MULTILORA_KERNELS_CACHE=/opt/multilora/kernels
-RUN /opt/multilora/bin/python -m multilora_kernels.cpu
+RUN /opt/multilora/bin/python -m multilora_kernels.cpu \
+ && /opt/multilora/bin/python -m multilora_engine.tritonserver.request_guard
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin multilora \
  && install --directory --owner=10001 --group=10001 /adapters /compiled
 # Compiled GPU kernels go below /tmp, which ends with the container. With a volume at /compiled, and this variable set to

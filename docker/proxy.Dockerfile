@@ -4,7 +4,7 @@ ARG BASE_IMAGE=debian:bookworm-slim
 
 FROM ${BASE_IMAGE}
 RUN apt-get update \
- && apt-get install --yes --no-install-recommends libnginx-mod-http-js libnginx-mod-stream nginx \
+ && apt-get install --yes --no-install-recommends libnginx-mod-http-js libnginx-mod-stream libnginx-mod-stream-js nginx \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --uid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin multilora \
  && install --directory --owner=10001 --group=10001 --mode=700 /secret

@@ -25,7 +25,7 @@ def end_with_parent(command: Sequence[str | os.PathLike[str]]) -> list[str]:
     The process keeps its id and becomes `command`, whose first word is looked up on the new process's PATH.
     """
     python = str(Path(sys.prefix) / "bin" / "python3")  # in a Triton stub `sys.executable` is none
-    return [python, "-I", "-S", __file__, str(os.getpid()), *map(os.fspath, command)]
+    return [python, "-I", "-S", __file__, str(os.getpid()), *(os.fspath(word) for word in command)]
 
 
 def watch_parent() -> None:
@@ -48,7 +48,7 @@ def _end_after(fd: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _become(parent: int, command: Sequence[str]) -> None:
+def _become(parent: int, command: list[str]) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before it could be told of
         os.kill(os.getpid(), signal.SIGKILL)

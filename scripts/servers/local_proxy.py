@@ -16,7 +16,7 @@ from repository import REPOSITORY
 
 SETTINGS = REPOSITORY / "docker" / "proxy"
 
-_PORTS = ("8080", "8081", "8082", "8090", "8091", "8092")
+_PORTS = ("8080", "8081", "8082", "8090", "8091", "8092", "8093", "8094")
 """The ports in docker/proxy: the first three are for peers."""
 
 _NUM_FOR_PEERS = 3
@@ -83,7 +83,7 @@ class LocalProxy:
             for before, after in {**self._changes, **texts}.items():
                 text = text.replace(before, after)
             name = "listen.conf" if source == listen else source.name
-            (folder / name).write_text(re.sub(r"\b80[089][0-2]\b", lambda port: str(ports[port[0]]), text))
+            (folder / name).write_text(re.sub(r"\b80(?:[089][0-2]|9[34])\b", lambda port: str(ports[port[0]]), text))
         (folder / "client").write_text(self.secret)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from servers.local_proxy import LocalProxy
 
 
 @pytest.fixture(scope="session")
-def proxied_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def proxied_server(tmp_path_factory: pytest.TempPathFactory, default_model_dir: Path) -> Iterator[ServerProcess]:
     repository = write_small_models(tmp_path_factory.mktemp("proxied"))
-    options = ServerOptions(model_repository=repository, http_port=0, grpc_port=0, metrics_port=0)
+    options = ServerOptions(
+        model=default_model_dir, model_repository=repository, http_port=0, grpc_port=0, metrics_port=0
+    )
     with ServerProcess(options, probe=lambda url: None) as server:
         server.wait_ready()
         yield server

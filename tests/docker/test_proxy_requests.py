@@ -10,17 +10,20 @@ from http.client import HTTPConnection
 from queue import Queue
 from typing import Any
 
+import grpc
 import httpx2
 import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
 from support.certificates import Authority
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from tritonclient.utils import InferenceServerException
 
 from multilora_client import Client, Tls
 from multilora_engine.tritonserver import ServerProcess
 from servers.local_proxy import LocalProxy
+from trials.doors import infer_request
 
 ADAPTER_BYTES = 96 << 20
 GENERATE = "/v2/models/generation_unary/generate"
@@ -201,6 +204,60 @@ def test_json_as_deep_as_allowed_reaches_the_server(http: httpx2.Client) -> None
 def test_json_before_tensors_is_short_or_is_looked_at(http: httpx2.Client, length: str) -> None:
     headers = {"Inference-Header-Content-Length": length}
     assert "at most 16 levels" in http.post(INFER, content="[" * 99_999, headers=headers).json()["error"]
+
+
+HUGE = {"name": "embedding_bias", "shape": [1, 1 << 33], "datatype": "FP32", "data": [1.0]}
+TEXT = {"name": "text_input", "shape": [1, 1], "datatype": "BYTES", "data": ["x"]}
+CLASSES = {"name": "text_output", "parameters": {"classification": 1}}
+HURTFUL = {
+    "a shape beyond the values": json.dumps({"inputs": [TEXT, HUGE]}),
+    "a shape whose size overflows": json.dumps({"inputs": [TEXT, HUGE | {"shape": [1 << 32, 1 << 32]}]}),
+    "a negative shape": json.dumps({"inputs": [TEXT, HUGE | {"shape": [-1, 1]}]}),
+    "a shape of no numbers": json.dumps({"inputs": [TEXT, HUGE | {"shape": ["1"]}]}),
+    "a shape that stands twice": json.dumps({"inputs": [TEXT, HUGE]})[:-3] + ', "\\u0073hape": [1, 1]}]}',
+    "classes": json.dumps({"inputs": [TEXT], "outputs": [CLASSES]}),
+    "no JSON": '{"inputs": [NaN]}',
+    "deep JSON": '{"inputs": ' + "[" * 20 + "]" * 20 + "}",
+}
+
+
+@pytest.mark.parametrize("text", [*HURTFUL.values()], ids=list(HURTFUL))
+@pytest.mark.parametrize("has_tensors", [False, True])
+def test_json_that_ends_the_server_is_refused_alone_and_before_tensors(
+    http: httpx2.Client, text: str, has_tensors: bool
+) -> None:
+    headers = {"Inference-Header-Content-Length": str(len(text))} if has_tensors else {}
+    answer = http.post(INFER, content=text.encode() + b"1234" * has_tensors, headers=headers)
+    assert answer.status_code == 400
+    assert http.post(GENERATE, json=PROMPT).status_code == 200
+
+
+@pytest.mark.parametrize("num_values", [1, 3])
+def test_json_that_has_what_its_shapes_say_passes_alone_and_before_tensors(
+    http: httpx2.Client, num_values: int
+) -> None:
+    bias = {"name": "embedding_bias", "shape": [1, num_values], "datatype": "FP32", "data": [1.0] * num_values}
+    text = json.dumps({"id": 'a":"b', "inputs": [TEXT, bias], "outputs": [{"name": "text_output"}]})
+    assert http.post(INFER, content=text).status_code == 200
+    raw = {**TEXT, "parameters": {"binary_data_size": 5}}
+    del raw["data"]
+    text = json.dumps({"inputs": [raw, bias]})
+    headers = {"Inference-Header-Content-Length": str(len(text))}
+    assert http.post(INFER, content=text.encode() + b"\1\0\0\0x", headers=headers).status_code == 200
+
+
+def test_a_weight_of_an_encoding_that_no_double_holds_does_not_reach_the_server(http: httpx2.Client) -> None:
+    assert http.post(GENERATE, json=PROMPT, headers={"Accept-Encoding": "gzip;q=1e999999"}).status_code == 200
+
+
+def test_errors_in_a_form_that_ends_the_server_cannot_be_asked_for(proxy: LocalProxy, http: httpx2.Client) -> None:
+    asked = [infer_request(model, text_input=[["Hello"]], max_tokens=[[1]]) for model in ("nobody", "generation")]
+    with grpc.insecure_channel(proxy.grpc_url) as channel:
+        stub, metadata = GRPCInferenceServiceStub(channel), [("triton_grpc_error", "true")]
+        answers = [*stub.ModelStreamInfer(iter(asked), metadata=metadata, timeout=30)]
+    # The stream went on after the error: the server was not told of the header.
+    assert {bool(answer.error_message) for answer in answers} == {True, False}
+    assert http.post(GENERATE, json=PROMPT).status_code == 200
 
 
 @pytest.mark.parametrize("path", [GENERATE, INFER])

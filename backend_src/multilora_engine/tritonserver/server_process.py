@@ -47,6 +47,7 @@ from multilora_engine.tritonserver.marked_processes import (
 from multilora_engine.tritonserver.options import ServerOptions
 from multilora_engine.tritonserver.probe import Busy, NotReady, ProbeFailed, is_ready, probe_generation
 from multilora_engine.tritonserver.repository import check_configs, find_model_repository, model_names, write_overridden
+from multilora_engine.tritonserver.request_guard import guarded
 from multilora_engine.tritonserver.shared_memory import claim_regions, remove_leftovers
 from multilora_engine.tritonserver.tracing import tracing_arguments
 from multilora_engine.tritonserver.upstream_models import add_upstream_models
@@ -293,7 +294,7 @@ class ServerProcess:
         return subprocess.Popen(
             # Its models' processes look after it by themselves, and the engine after the one that started it.
             end_with_parent(command),
-            env=server_environment(variables),
+            env=guarded(server_environment(variables), self._folder),
             # The stubs have the current directory on sys.path, so it must not hold anything importable.
             cwd=self._folder,
             stdin=subprocess.DEVNULL,
