@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -90,14 +91,28 @@ def test_a_peft_folder_is_uploaded_pinned_and_unloaded(page: Page, client: Clien
 def test_files_are_dropped_and_what_is_no_adapter_is_said(page: Page, tmp_path: Path, pirate: Adapter) -> None:
     pirate.tensors.save(tmp_path)
     dropped = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    drop(page, {"readme.txt": b"nothing"})
-    expect(page.get_by_text("No adapter among these files")).to_be_visible()
-    drop(page, dropped)
     dialog = page.get_by_role("dialog")
+    for files, told in (
+        (["readme.txt"], "a PEFT folder has adapter_config.json and adapter_model.safetensors"),
+        (["adapter_model.safetensors", "readme.txt"], "adapter_config.json is missing"),
+        (["adapter_config.json", "adapter_model.bin"], "save with safe_serialization=True"),
+        (["model.lora_weights.npy"], "model.lora_config.npy is missing"),
+    ):
+        drop(page, dict.fromkeys(files, b"nothing"))
+        expect(dialog.get_by_role("alert")).to_contain_text(
+            f"No adapter among these files: {told}" if "is" in told else told
+        )
+        expect(dialog.get_by_role("button", name="Upload")).to_be_disabled()
+    drop(page, dropped)
+    expect(dialog.get_by_role("alert")).to_be_empty()
     dialog.get_by_label("Name").fill("1")
     dialog.get_by_role("button", name="Upload").click()
     expect(dialog.get_by_role("status")).to_contain_text("uploaded")
 
+    dialog.get_by_role("button", name="Ask it").click()
+    expect(dialog).to_have_count(0)
+    expect(column(page, "#1")).to_be_visible()
+    page.get_by_role("link", name="Adapters").click()
     expect(adapter_row(page, "#1")).to_have_count(1)
 
 
@@ -144,7 +159,7 @@ def test_base_and_adapters_answer_side_by_side_as_they_answer_everybody(
     page.get_by_role("button", name="Add a column").click()
     page.locator(".who").last.fill("404404")
     page.locator(".who").last.blur()
-    page.get_by_label("Most tokens").fill("8")
+    page.get_by_label("Max tokens").fill("8")
     page.get_by_label("Log-probs of tokens").check()
     ask(page, QUESTION, 2)
 
@@ -195,7 +210,7 @@ def check_code(page: Page, server: ServerProcess) -> None:
 def test_a_stopped_answer_stops_on_the_server(page: Page, client: Client) -> None:
     page.get_by_role("link", name="Playground").click()
     page.get_by_text("Text", exact=True).click()
-    page.get_by_label("Most tokens").fill("2000")
+    page.get_by_label("Max tokens").fill("2000")
     page.get_by_label("Question").fill("1 2 3 4 5 6")
     page.get_by_role("button", name="Ask", exact=True).click()
     expect(page.locator(".answer")).not_to_be_empty()
@@ -259,7 +274,7 @@ def test_hostile_names_and_answers_are_shown_as_text(page: Page) -> None:
     page.get_by_role("button", name="Ask", exact=True).click()
     expect(page.locator(".answer").first).to_contain_text(HOSTILE)
     expect(page.locator(".answer .error")).to_contain_text(HOSTILE)
-    page.locator(".token").hover()
+    page.locator(".answer .token").hover()
     expect(page.get_by_role("tooltip")).to_contain_text("onerror")
     page.get_by_role("button", name="Code").click()
     expect(page.get_by_label("Code", exact=True)).to_contain_text("onerror")
@@ -424,12 +439,89 @@ def test_a_server_that_is_away_is_said_and_looked_for_again(page: Page) -> None:
     expect(page.locator("#connection")).to_have_text("live")
     away = {"error": {"code": "unavailable", "message": "no server answers at host:8001"}}
     serve(page, "live", lambda route: route.fulfill(status=503, json=away))
-    expect(page.get_by_role("alert")).to_have_text("no server answers at host:8001. Trying again.")
+    expect(page.get_by_role("alert")).to_contain_text(
+        "No server answers at host:8001. Trying again. The figures are those of"
+    )
     expect(page.locator("#connection")).to_have_text("offline")
+    expect(page.get_by_role("button", name="Upload")).to_be_disabled()
     page.unroute_all()
 
     expect(page.locator("#connection")).to_have_text("live")
     expect(page.get_by_role("alert")).to_be_hidden()
+    expect(page.get_by_role("button", name="Upload")).to_be_enabled()
+
+
+def test_before_the_first_answer_the_page_says_nothing_of_adapters(page: Page) -> None:
+    raw = "no server answers at [::1]:8001: failed to connect to all addresses; last error: ipv6:%5B::1%5D:8001"
+    away = {"error": {"code": "unavailable", "message": raw}}
+    serve(page, "about", lambda route: route.fulfill(status=503, json=away))
+    page.reload()
+
+    expect(page.get_by_role("alert")).to_have_text("No server answers at [::1]:8001. Trying again.")
+    expect(page.locator("#connection")).to_have_text("offline")
+    expect(page.locator("#view-adapters")).to_be_hidden()
+    page.unroute_all()
+    expect(page.locator("#view-adapters")).to_be_visible()
+
+
+def test_names_of_events_and_of_the_batch_lead_to_their_adapters(page: Page) -> None:
+    real: dict[str, Any] = {}
+    event = {"kind": "uploaded", "lora_task_id": "7", "digest": "", "time_ns": 1, "instance": "", "tenant": ""}
+
+    def tell(route: Route) -> None:
+        real.update(real or route.fetch().json())
+        load = real["stats"]["load"] | {"adapters": {"running": ["busy"], "waiting": []}}
+        stats = real["stats"] | {"load": load}
+        route.fulfill(json={"events": [event], "last": 10**6, "num_missed": 0, "stats": stats})
+
+    serve(page, "adapters", lambda route: route.fulfill(json=listing({"lora_task_id": "7", "name": "busy"})))
+    serve(page, "live", tell)
+    page.reload()
+    for place in ("#events", "#batch"):
+        page.locator(place).get_by_role("button", name="busy").first.click()
+        expect(page.locator("#details-title")).to_have_text("busy")
+        page.get_by_role("button", name="Close details").click()
+
+
+def test_a_columns_picker_offers_every_adapter_and_keeps_its_own(page: Page) -> None:
+    adapters = [{"lora_task_id": str(i), "name": name, "last_used_s": float(i)} for i, name in enumerate("abc", 1)]
+    serve(page, "adapters", lambda route: route.fulfill(json=listing(*adapters)))
+    page.reload()
+    expect(adapter_row(page, "c")).to_have_count(1)
+    page.get_by_role("link", name="Playground").click()
+    page.get_by_role("button", name="Add a column").click()
+    who = page.locator(".who").last
+    expect(who).to_have_attribute("placeholder", "c")
+    who.blur()
+    expect(who).to_have_value("c")
+    expect(column(page, "c")).to_be_visible()
+    who.click()
+    expect(who).to_have_value("")
+    who.fill("base model")
+    who.blur()
+    expect(column(page, "base model")).to_have_count(2)
+
+
+@pytest.mark.parametrize("width", [390, 820, 1120, 1440])
+def test_no_width_cuts_figures_or_leaves_holes(open_page: Callable[..., Page], width: int) -> None:
+    page = open_page(viewport={"width": width, "height": 900})
+    adapter: dict[str, Any] = {"lora_task_id": "7", "name": "pirate", "num_hits": 123456, "bytes": 123456789}
+    adapter["last_used_s"] = time.time() - 59 * 60
+    serve(page, "adapters", lambda route: route.fulfill(json=listing(adapter)))
+    page.reload()
+    expect(adapter_row(page, "pirate")).to_have_count(1)
+    assert sideways(page) == 0
+    assert (
+        page.locator(".space .cell:visible, .tile .note:visible, .tier-figures:visible").evaluate_all(
+            "(cells) => cells.filter((cell) => cell.scrollWidth > cell.clientWidth + 1).map((cell) => cell.className)"
+        )
+        == []
+    )
+    right = page.locator(".tiles").evaluate("(tiles) => tiles.getBoundingClientRect().right")
+    last = page.locator(".tile").last.evaluate("(tile) => tile.getBoundingClientRect().right")
+    assert abs(right - last) <= 2
+    boxes = [page.locator(place).bounding_box() for place in ("#load-button", "#upload-button")]
+    assert len({box["y"] for box in boxes if box}) == 1
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -446,7 +538,7 @@ def test_screen_readers_stumble_over_nothing_serious(
         assert axe_violations(page) == []
         page.keyboard.press("Escape")
     page.get_by_role("button", name="Ask it").click()
-    page.get_by_label("Most tokens").fill("4")
+    page.get_by_label("Max tokens").fill("4")
     page.get_by_label("Log-probs of tokens").check()
     ask(page, QUESTION, 2)
     assert axe_violations(page) == []

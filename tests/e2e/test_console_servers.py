@@ -78,7 +78,7 @@ def test_a_server_with_keys_opens_to_the_right_one_and_shows_each_their_own(
         page.keyboard.press("Escape")
         adapter_row(page, "mine").click()
         page.get_by_role("button", name="Ask it").click()
-        page.get_by_label("Most tokens").fill("4")
+        page.get_by_label("Max tokens").fill("4")
         ask(page, "Who are you?", 2)
         expect(column(page, "mine").locator(".foot")).to_contain_text(digest)
 
@@ -109,7 +109,7 @@ def test_a_page_outlives_its_server_and_goes_on_with_the_next(open_page: Callabl
             expect(page.get_by_role("list", name="Events")).to_contain_text("the engine was started again")
             expect(adapter_row(page, "#5")).to_have_count(0)
             page.get_by_role("link", name="Playground").click()
-            page.get_by_label("Most tokens").fill("4")
+            page.get_by_label("Max tokens").fill("4")
             ask(page, "Who are you?", 1)
 
 
@@ -132,7 +132,7 @@ def test_two_thousand_adapters_are_listed_and_any_of_them_answers(open_page: Cal
         expect(page.locator("#count")).to_have_text("1 of 2,000")
         adapter_row(page, "customers/1299").click()
         page.get_by_role("button", name="Ask it").click()
-        page.get_by_label("Most tokens").fill("4")
+        page.get_by_label("Max tokens").fill("4")
         ask(page, "Who are you?", 2)
         (info,) = [info for info in client.list_adapters() if info.name == "customers/1299"]
         expect(column(page, "customers/1299").locator(".foot")).to_contain_text(info.digest[:12])

@@ -12,7 +12,7 @@ const COLUMNS = [
   { key: "bytes", label: "Size", value: (a) => a.bytes, text: (a) => (a.bytes ? bytes(a.bytes) : ""), isNumber: true },
   { key: "ranks", label: "Ranks", value: (a) => a.ranks.at(-1) ?? 0, text: (a) => a.ranks.join(" "), isNumber: true },
   { key: "is_dora", label: "Kind", value: kind, text: kind },
-  { key: "num_pins", label: "Users", value: (a) => a.num_pins, text: (a) => (a.num_pins ? String(a.num_pins) : ""), isNumber: true },
+  { key: "num_pins", label: "In use", value: (a) => a.num_pins, text: (a) => (a.num_pins ? String(a.num_pins) : ""), isNumber: true },
   { key: "num_hits", label: "Hits", value: (a) => a.num_hits, text: (a) => (a.num_hits ? a.num_hits.toLocaleString("en-US") : ""), isNumber: true },
   { key: "last_used_s", label: "Used", value: (a) => a.last_used_s, text: (a) => ago(a.last_used_s), isNumber: true },
   { key: "digest", label: "Digest", value: (a) => a.digest, text: (a) => a.digest.slice(0, 12) },
@@ -28,6 +28,7 @@ const isSame = (a, b) => a?.lora_task_id === b?.lora_task_id && a?.tenant === b?
 export class AdapterTable {
   /** onPick: hears of an adapter that shall be shown. */
   constructor(root, count, onPick) {
+    this._root = root;
     this._count = count;
     this._onPick = onPick;
     this._all = [];
@@ -92,6 +93,7 @@ export class AdapterTable {
     const first = Math.max(0, Math.floor(this._grid.scrollTop / height) - 4);
     const last = Math.min(this._shown.length, Math.ceil((this._grid.scrollTop + this._heightOfRows()) / height) + 4);
     this._space.style.height = `${this._shown.length * height}px`;
+    this._root.style.setProperty("--rows-height", `${this._shown.length * height + this._headRow.offsetHeight}px`);
     const inSight = this._shown.slice(first, last);
     this._keepRows(inSight);
     const isFocused = this._grid.contains(document.activeElement);

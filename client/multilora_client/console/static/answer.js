@@ -21,13 +21,13 @@ export class Column {
     const id = `who-${number}`;
     this._who = el("input", {
       id, class: "who", value: BASE, list: "adapter-names", spellcheck: false, autocomplete: "off",
-      on: { change: () => this._choose(this._who.value), focus: () => this._who.select() },
+      on: { change: () => this._choose(this._who.value), focus: () => this._offerAll(), click: () => this._openList(), blur: () => this._restore() },
     });
     this._log = el("div", { class: "log", tabIndex: 0, role: "log", "aria-label": "Answers", on: { keydown: (event) => this._walk(event) } });
     this._foot = el("dl", { class: "foot" });
     this.root = el("section", { class: "column", "aria-label": "Asked" },
       el("header", { class: "bar" },
-        el("label", { class: "visually-hidden", for: id }, "Who is asked"), this._who,
+        el("label", { class: "visually-hidden", for: id }, "Who is asked"), this._who, el("span", { class: "arrow", "aria-hidden": "true" }, "▾"),
         el("button", { type: "button", class: "plain icon", "aria-label": "Remove this column", on: { click: () => onClose(this) } }, "✕")),
       this._log, this._foot);
     for (const kind of ["mouseover", "mouseout"]) this._log.addEventListener(kind, (event) => this._hover(event));
@@ -80,9 +80,26 @@ export class Column {
     this._answer.append(el("span", { class: "muted" }, " stopped"));
   }
 
+  /** The browser lists what begins like the text: without a text, everything. */
+  _offerAll() {
+    this._who.placeholder = this._who.value;
+    this._who.value = "";
+  }
+
+  _openList() {
+    try {
+      this._who.showPicker();
+    } catch { /* a browser without it lists on a key */ }
+  }
+
+  _restore() {
+    if (!this._who.value.trim()) this._who.value = this._who.placeholder;
+  }
+
   _choose(text, given) {
     const wanted = text.trim();
-    const isBase = wanted === "" || wanted === BASE;
+    if (!wanted) return;
+    const isBase = wanted === BASE;
     const found = given ?? this._adapters().find((adapter) => called(adapter) === wanted || adapter.lora_task_id === wanted);
     // A name that nobody has yet may be one of a source; the server tells.
     const adapter = isBase ? null : found ?? (/^\d+$/.test(wanted) ? { lora_task_id: wanted, name: "" } : { lora_task_id: "", name: wanted });
@@ -124,7 +141,7 @@ export class Column {
       ["Cached", `${count(end.num_cached_tokens ?? 0)} of them`, "tokens of the prompt that were not computed again"],
       ["Answer", `${count(end.num_output_tokens)} tokens, ${end.finish_reason}`, null],
       ["First token", `${first} ${unit}`, null],
-      ["Then", pace === null ? "–" : `${count(pace)} tokens/s`, null],
+      ["Output rate", pace === null ? "–" : `${count(pace)} tokens/s`, null],
     ];
     this._foot.replaceChildren(...facts.map(([name, value, more]) =>
       el("div", { class: isOther && name === "Answered by" ? "error" : "" }, el("dt", {}, name), el("dd", { title: more ?? "" }, value))));

@@ -8,6 +8,10 @@ import { TIERS } from "./adapters.js";
 /** How the backend is told which adapter is meant. */
 export const which = (adapter) => (adapter.name ? { lora_name: adapter.name } : { lora_task_id: adapter.lora_task_id });
 
+/** What the tier says already. */
+const UNTOLD = new Set(["DOWNLOADED", "READY_FOR_USE"]);
+const DONE = { load: "is in memory", pin: "is pinned", unpin: "is no longer pinned", unload: "is unloaded" };
+
 export class Details {
   /** ask(adapter): take it to the playground; changed(): something was done. */
   constructor(root, { ask, changed }) {
@@ -30,6 +34,7 @@ export class Details {
         el("button", { type: "button", class: "plain icon", "aria-label": "Close details", on: { click: () => this.hide() } }, "✕")),
       this._facts, this._actions);
     this._draw();
+    if (matchMedia("(max-width: 1100px)").matches) this._root.scrollIntoView({ block: "nearest" });
   }
 
   hide() {
@@ -56,7 +61,7 @@ export class Details {
       ["Task id", adapter.lora_task_id, true],
       ["Tenant", adapter.tenant],
       ["Digest", adapter.digest, true],
-      ["Tier", `${TIERS[adapter.location] ?? adapter.location}, ${adapter.status.toLowerCase().replaceAll("_", " ")}`],
+      ["Tier", [TIERS[adapter.location] ?? adapter.location, UNTOLD.has(adapter.status) ? "" : adapter.status.toLowerCase().replaceAll("_", " ")].filter(Boolean).join(", ")],
       ["Size", adapter.bytes ? `${bytes(adapter.bytes)}, ${kind(adapter)} of rank ${adapter.ranks.join(", ")}` : ""],
       ["Used", [adapter.num_pins && `${plural(adapter.num_pins, "request")} in flight`, adapter.num_hits && plural(adapter.num_hits, "hit"), ago(adapter.last_used_s)].filter(Boolean).join(", ")],
     ];
@@ -74,7 +79,7 @@ export class Details {
   _operations(adapter) {
     const isRemote = adapter.location === "REMOTE";
     const operation = (label, path, body) => el("button", {
-      type: "button", data: { action: path }, on: { click: (event) => this._do(event.target, label, path, body ?? this._named(adapter)) },
+      type: "button", data: { action: path }, on: { click: (event) => this._do(event.target, path, body ?? this._named(adapter)) },
     }, label);
     const load = operation("Load into memory", "load", { which: which(adapter) });
     if (isRemote) return [load];
@@ -94,15 +99,16 @@ export class Details {
       this._draw();
     };
     if (!this._isSure) return [button("Unload", "unload", "", sure(true))];
-    const unload = (event) => this._do(event.target, "Unload", "unload", this._named(adapter));
+    const unload = (event) => this._do(event.target, "unload", this._named(adapter));
     return [button("Really unload?", "unload", "danger", unload), button("Keep it", "keep", "", sure(false))];
   }
 
-  async _do(button, label, path, body) {
+  async _do(button, path, body) {
+    const name = title(this._adapter);
     button.disabled = true;
     try {
       await api.post(path, body);
-      toast(`${label}: ${title(this._adapter ?? {})}`);
+      toast(`${name} ${DONE[path]}`);
     } catch (error) {
       toast(error.message, "error");
     }

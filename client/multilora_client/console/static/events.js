@@ -19,15 +19,20 @@ const KINDS = {
 };
 
 export class EventList {
-  constructor(root) {
+  /** onPick(taskId, tenant): hears of an adapter that shall be shown. */
+  constructor(root, onPick) {
     this._root = root;
     this._names = new Map();
+    root.addEventListener("click", (event) => {
+      const line = event.target.closest(".link")?.closest("li");
+      if (line) onPick(line.event.lora_task_id, line.event.tenant);
+    });
   }
 
   /** The adapters by their task ids, as far as they are known now. */
   set names(names) {
     this._names = names;
-    for (const line of this._root.children) if (line.event) say(line.querySelector("b"), this._called(line.event));
+    for (const line of this._root.children) if (line.event) say(line.querySelector(".link"), this._called(line.event));
   }
 
   /** events: oldest first. */
@@ -52,7 +57,7 @@ export class EventList {
       el("time", { class: "muted" }, clock(event.time_ns / 1e6)),
       el("span", { class: "sign", "aria-hidden": "true" }, sign),
       el("span", { class: "what" },
-        el("b", { title: event.digest }, this._called(event)), ` ${text}`));
+        el("button", { type: "button", class: "link", title: event.digest }, this._called(event)), ` ${text}`));
     line.event = event;
     return line;
   }

@@ -37,7 +37,9 @@ const sum = (values) => Object.values(values).reduce((total, value) => total + v
 const FINE = new Set(["stop", "length", "cancelled"]);
 
 export class Live {
-  constructor(tiles, batch, busiest) {
+  /** onPick(taskId, tenant): hears of an adapter that shall be shown. */
+  constructor(tiles, batch, busiest, onPick) {
+    this._onPick = onPick;
     this._root = tiles;
     this._tiles = Object.fromEntries(TILES.map(([key, label, unit]) => [key, this._tile(label, unit)]));
     this._batch = batch;
@@ -71,7 +73,7 @@ export class Live {
     this._set("output", count(output), `${count(prompt)} prompt`, output);
     const failed = Object.entries(requests.requests).filter(([outcome]) => !FINE.has(outcome));
     const numFailed = sum(Object.fromEntries(failed)) - sum(Object.fromEntries(Object.entries(start.requests.requests).filter(([o]) => !FINE.has(o))));
-    this._set("requests", count(ended / passed), numFailed ? `${count(numFailed)} failed of late` : `${count(sum(requests.requests))} in all`, ended / passed);
+    this._set("requests", count(ended / passed), numFailed ? `${count(numFailed)} failed recently` : `${count(sum(requests.requests))} in all`, ended / passed);
     this._times("first", requests.first_token_seconds, start.requests.first_token_seconds);
     this._times("between", requests.inter_token_seconds, start.requests.inter_token_seconds);
     const [waited, unit] = seconds(quantile(requests.queue_seconds, start.requests.queue_seconds, 0.5));
@@ -83,24 +85,24 @@ export class Live {
     const { queried_tokens, hit_tokens } = engine.prefix_cache;
     const asked = queried_tokens - start.engine.prefix_cache.queried_tokens;
     const hits = asked > 0 ? (hit_tokens - start.engine.prefix_cache.hit_tokens) / asked : null;
-    this._set("kv", percent(usage), hits === null ? "of its blocks held" : `${percent(hits)} of prompts reused`, usage);
+    this._set("kv", percent(usage), hits === null ? "of its blocks held" : `${percent(hits)} of prompts cached`, usage);
     this._adaptersInUse(stats, first, now);
   }
 
   _times(key, now, before) {
     const [half, unit] = seconds(quantile(now, before, 0.5));
     const [most, mostUnit] = seconds(quantile(now, before, 0.99));
-    this._set(key, half, mostUnit ? `p99 ${most} ${mostUnit}` : "no request of late", quantile(now, before, 0.5) ?? 0, unit && `${unit} p50`);
+    this._set(key, half, mostUnit ? `p99 ${most} ${mostUnit}` : "no recent requests", quantile(now, before, 0.5) ?? 0, unit && `${unit} p50`);
   }
 
   _adaptersInUse(stats, first, now) {
     const { running, waiting } = stats.load.adapters;
-    const key = JSON.stringify([running, waiting]);
+    const key = JSON.stringify([running, waiting].map((labels) => labels.map((label) => [label, this._adapterOf(label)?.name])));
     if (key !== this._drawn) {
       this._drawn = key;
       const chips = [
-        ...running.map((label) => el("span", { class: "chip running" }, this._called(label))),
-        ...waiting.map((label) => el("span", { class: "chip waiting", title: "waits" }, this._called(label))),
+        ...running.map((label) => this._chip(label, { class: "chip running" })),
+        ...waiting.map((label) => this._chip(label, { class: "chip waiting", title: "waits" })),
       ];
       this._batch.replaceChildren(...(chips.length ? chips : [el("span", { class: "muted" }, "No adapter in use right now")]));
     }
@@ -117,6 +119,18 @@ export class Live {
       return el("div", { class: "busy", title: total(usage) },
         el("span", { class: "name" }, this._called(label)), el("span", { class: "number" }, rate ? `${count(rate)} tokens/s` : total(usage)), bar);
     }) : [el("span", { class: "muted" }, "No adapter has been asked yet")]));
+  }
+
+  /** A press shows the adapter, if the list has it. */
+  _chip(label, props) {
+    const adapter = this._adapterOf(label);
+    if (!adapter) return el("span", props, this._called(label));
+    return el("button", { type: "button", ...props, on: { click: () => this._onPick(adapter.lora_task_id, adapter.tenant) } }, this._called(label));
+  }
+
+  _adapterOf(label) {
+    const number = label.split("@").at(-1);
+    return this.names.get(number) ?? [...this.names.values()].find((adapter) => adapter.name === number);
   }
 
   /** A label is a name or a task id, behind its tenant and @ if it has one. */

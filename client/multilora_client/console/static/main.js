@@ -5,6 +5,7 @@ import { AdapterTable } from "./adapters.js";
 import { Details } from "./details.js";
 import { byId, el, openDialog, say, toast } from "./dom.js";
 import { EventList } from "./events.js";
+import { clock } from "./format.js";
 import { Live } from "./live.js";
 import { Playground } from "./playground.js";
 import { Tiers } from "./tiers.js";
@@ -14,21 +15,30 @@ const POLL_MS = 1000;
 const LIST_MS = 2000;
 const MAX_LIST_MS = 15000;
 
-const state = { about: null, adapters: [], stats: null, lastEvent: 0, isStale: true, listedAt: 0, numEnded: -1 };
+const state = { about: null, adapters: [], stats: null, lastEvent: 0, isStale: true, listedAt: 0, answeredAt: 0, numEnded: -1 };
 
 const details = new Details(byId("details"), {
-  ask: (adapter) => {
-    playground.add(adapter);
-    location.hash = "playground";
-  },
+  ask: askAdapter,
   changed: refreshSoon,
 });
 const table = new AdapterTable(byId("table"), byId("count"), (adapter) => details.show(adapter));
 const tiers = new Tiers(byId("tiers"), (adapter) => table.select(adapter));
-const live = new Live(byId("live"), byId("batch"), byId("busiest"));
-const events = new EventList(byId("events"));
+const live = new Live(byId("live"), byId("batch"), byId("busiest"), showAdapter);
+const events = new EventList(byId("events"), showAdapter);
 const playground = new Playground(byId("view-playground"));
-const uploads = new Uploads(refreshSoon);
+const uploads = new Uploads(refreshSoon, askAdapter);
+
+function askAdapter(adapter) {
+  playground.add(adapter);
+  location.hash = "playground";
+}
+
+/** The adapter that an event or a request names, if there still is one. */
+function showAdapter(taskId, tenant) {
+  const adapter = state.adapters.find((other) => other.lora_task_id === taskId && other.tenant === tenant);
+  if (adapter) table.select(adapter);
+  else toast(`${taskId} is not in the list any more`, "error");
+}
 
 function refreshSoon() {
   state.isStale = true;
@@ -44,6 +54,8 @@ async function poll() {
     takeLive(await api.get(`live?since=${state.lastEvent}`));
     await listIfNeeded();
     connected(true, "live");
+    setState("live");
+    state.answeredAt = Date.now();
   } catch (error) {
     if (key === api.keyNumber()) failed(error);
   }
@@ -57,10 +69,8 @@ function begin(about) {
   byId("read-only").hidden = !about.is_read_only;
   for (const button of document.querySelectorAll("[data-writes]")) {
     button.hidden = about.is_read_only;
-    button.disabled = false; // before the server's answer a press would do nothing
   }
   details.isReadOnly = about.is_read_only;
-  uploads.isAllowed = !about.is_read_only;
   uploads.maxBytes = about.max_upload_bytes;
   playground.about = about;
 }
@@ -77,6 +87,15 @@ function takeLive(report) {
   const isBusy = report.stats && report.stats.load.engine.num_running + report.stats.load.engine.num_waiting > 0;
   if (report.events.length || isAnew || isBusy || numEnded !== state.numEnded) state.isStale = true;
   state.numEnded = numEnded;
+}
+
+/** `waiting` for the first answer, `live`, or `offline` with the figures of before: then a press would do nothing. */
+function setState(name) {
+  uploads.isAllowed = name === "live" && !state.about.is_read_only;
+  if (document.body.dataset.state === name) return;
+  document.body.dataset.state = name;
+  for (const button of document.querySelectorAll("[data-writes]")) button.disabled = name !== "live";
+  if (name === "live") showView(); // what was hidden had no size
 }
 
 /** The list is long: it is fetched when something happened, and now and then. */
@@ -103,8 +122,11 @@ function connected(isUp, text) {
   if (isUp) byId("banner").hidden = true;
 }
 
+const UNREACHABLE = /^no server answers at (\S+?):?(\s|$)/i;
+
 function failed(error) {
   connected(false, "offline");
+  setState(state.about ? "offline" : "waiting");
   if (error.code === "unauthenticated" || error.code === "invalid_api_key") {
     connected(false, "needs a key");
     byId("key-button").hidden = false;
@@ -112,7 +134,9 @@ function failed(error) {
     return;
   }
   const banner = byId("banner");
-  say(banner, `${error.message}. Trying again.`);
+  const unreachable = UNREACHABLE.exec(error.message);
+  const before = state.about ? ` The figures are those of ${clock(state.answeredAt)}.` : "";
+  say(banner, `${unreachable ? `No server answers at ${unreachable[1]}` : error.message}. Trying again.${before}`);
   banner.hidden = false;
   if (!(error instanceof api.ApiError)) console.error(error);
   refreshSoon();
@@ -136,7 +160,7 @@ function askForKey(problem) {
         },
       },
     },
-      el("p", { class: "muted" }, problem || "This server answers to API keys. The page keeps yours until it is reloaded, and stores it nowhere."),
+      el("p", { class: problem ? "error" : "muted", role: problem ? "alert" : undefined }, problem || "This server asks for an API key. The page keeps yours until it is reloaded, and stores it nowhere."),
       el("label", { for: "key-input" }, "Key"), input,
       el("div", { class: "actions" }, el("button", { class: "primary", type: "submit" }, "Use this key"))));
   input.focus();

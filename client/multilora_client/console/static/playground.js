@@ -7,7 +7,7 @@ import { el, say, toast } from "./dom.js";
 
 const MAX_COLUMNS = 5;
 const OPTIONS = [
-  ["max_tokens", "Most tokens", 128, 1, 1],
+  ["max_tokens", "Max tokens", 128, 1, 1],
   ["temperature", "Temperature", "", 0, 0.1],
   ["top_k", "Top k", "", 0, 1],
   ["top_p", "Top p", "", 0, 0.05],
@@ -27,7 +27,7 @@ export class Playground {
     this._running = null;
     this._names = el("datalist", { id: "adapter-names" });
     this._board = el("div", { class: "columns" });
-    this._add = el("button", { type: "button", class: "plain add", on: { click: () => this.add(null) } }, "+ Add a column");
+    this._add = el("button", { type: "button", class: "plain add", on: { click: () => this._addLatest() } }, "+ Add a column");
     root.append(this._names, el("div", { class: "playground" }, this._settings(), el("div", { class: "stage" }, this._board, this._composer())));
     this._open(null);
   }
@@ -42,12 +42,22 @@ export class Playground {
     this._names.replaceChildren(...["base model", ...names].map((value) => el("option", { value })));
   }
 
-  /** A column for an adapter, unless it has one; null: for nobody yet. */
+  /** A column for an adapter, unless it has one. */
   add(adapter) {
-    if (adapter && this._columns.some((column) => column.adapter && called(column.adapter) === called(adapter))) return;
+    if (this._has(adapter)) return null;
     if (this._columns.length >= MAX_COLUMNS) return toast(`At most ${MAX_COLUMNS} are asked at once`, "error");
-    const column = this._open(adapter);
-    if (!adapter) column.root.querySelector(".who").focus();
+    return this._open(adapter);
+  }
+
+  _has(adapter) {
+    return this._columns.some((column) => column.adapter && called(column.adapter) === called(adapter));
+  }
+
+  /** A column for the adapter that was used last and has none; another one can be chosen in it. */
+  _addLatest() {
+    const others = this._all.filter((adapter) => !this._has(adapter)).sort((a, b) => b.last_used_s - a.last_used_s);
+    const column = this._open(others[0] ?? null);
+    column.root.querySelector(".who").focus();
   }
 
   _open(adapter) {
@@ -81,15 +91,18 @@ export class Playground {
     this._systemField = el("div", { class: "field" }, el("label", { for: "system" }, "System message"), this._system);
     this._inputs = new Map(OPTIONS.map(([key, , value, min, step]) => [key, el("input", { type: "number", id: `option-${key}`, value, min, step, placeholder: "off" })]));
     this._stop = el("input", { id: "option-stop", placeholder: "none", autocomplete: "off" });
-    this._logProbs = el("input", { type: "checkbox", id: "log-probs" });
+    const legend = el("p", { class: "hint muted", hidden: true }, "Probability of a token: ",
+      [["2", "30 to 60 %"], ["1", "10 to 30 %"], ["0", "below 10 %"]].map(([likely, text]) => [el("span", { class: "token", data: { likely } }, text.replaceAll(" ", "\u00a0")), " "]));
+    this._logProbs = el("input", { type: "checkbox", id: "log-probs", on: { change: () => { legend.hidden = !this._logProbs.checked; } } });
     this._mode = "chat";
     return el("form", { class: "panel settings", on: { submit: (event) => event.preventDefault() } },
       el("div", { class: "segmented", role: "radiogroup", "aria-label": "Mode" }, choice("chat", "Chat", true), choice("text", "Text", false)),
       this._systemField,
+      el("details", { class: "fold", open: !matchMedia("(max-width: 1100px)").matches }, el("summary", {}, "Options"),
       el("div", { class: "options" }, OPTIONS.map(([key, label]) => [el("label", { for: `option-${key}` }, label), this._inputs.get(key)]),
         el("label", { for: "option-stop" }, "Stop words"), this._stop),
       el("p", { class: "muted hint" }, "Greedy unless a sampling option is given. Several stop words: commas between."),
-      el("div", { class: "check" }, this._logProbs, el("label", { for: "log-probs" }, "Log-probs of tokens")));
+      el("div", { class: "check" }, this._logProbs, el("label", { for: "log-probs" }, "Log-probs of tokens")), legend));
   }
 
   _composer() {

@@ -34,7 +34,11 @@ export class Tiers {
     const latest = [...adapters].sort((a, b) => b.last_used_s - a.last_used_s);
     for (const bar of this._bars) bar.update(latest, stats?.tiers[bar.tier.key] ?? null);
     const numRemote = adapters.filter((adapter) => adapter.location === "REMOTE").length;
-    say(this._source, numRemote ? `${numRemote.toLocaleString("en-US")} more in the server's sources, fetched when a request names them` : "");
+    const notes = [
+      numRemote && `${numRemote.toLocaleString("en-US")} more in the server's sources, fetched when a request names them`,
+      this._bars.some((bar) => bar.isHatched) && "Hatched: files of adapters that are in memory",
+    ];
+    say(this._source, notes.filter(Boolean).join(". "));
   }
 
   resize() {
@@ -103,6 +107,10 @@ class Bar {
     this.animate();
   }
 
+  get isHatched() {
+    return this._kept > 0;
+  }
+
   _move(block, x, width, now) {
     if (block.toX === x && block.toWidth === width) return;
     Object.assign(block, { fromX: block.x, fromWidth: block.width, toX: x, toWidth: width, movedAt: now });
@@ -110,10 +118,10 @@ class Bar {
 
   _tell(number, used, total, stats) {
     if (!stats) {
-      say(this._figure, `${bytes(used)}`);
-      say(this._counts, plural(number, "adapter"));
+      say(this._figure, number ? bytes(used) : "none of yours");
+      say(this._counts, number ? plural(number, "adapter") : "");
     } else {
-      say(this._figure, stats.bytes_total ? `${bytes(stats.bytes_used)} of ${bytes(stats.bytes_total)}` : "none");
+      say(this._figure, stats.bytes_total ? `${bytes(stats.bytes_used)} of ${bytes(stats.bytes_total)}` : this.tier.key === "disk" ? "off (lora_cache_dir)" : "none");
       const asked = stats.hits + stats.misses;
       const counts = [plural(stats.num_adapters, "adapter")];
       if (asked) counts.push(`${percent(stats.hits / asked)} hits`);

@@ -9,6 +9,7 @@ const CONVERTED = [["model.lora_config.npy", "model.lora_weights.npy"], ["model.
 const ORIGIN = "model.lora_origin.json"; // of our own converter, beside the pair
 const WANTED = new Set([...PEFT, ...CONVERTED.flat(), ORIGIN]);
 const MAX_DEPTH = 4;
+const MAX_OTHERS = 200; // files that are looked at only to say what is missing
 
 /** Files of a drop or a choice, as adapters: {folder, files}; a folder of one has its files in it. */
 export function findAdapters(entries) {
@@ -24,6 +25,22 @@ export function findAdapters(entries) {
   });
 }
 
+/** Why there is no adapter among files: the folder that comes closest, and what it lacks. */
+function problemOf(entries) {
+  const folders = [...new Set(entries.map(({ folder }) => folder))];
+  const lacks = folders.map((folder) => {
+    const names = new Set(entries.filter((entry) => entry.folder === folder).map(({ file }) => file.name));
+    const where = folder ? ` in ${folder}` : "";
+    if (names.has("adapter_model.bin") && !names.has(PEFT[1])) return `adapter_model.bin${where} is a pickle, which the server does not read: save with safe_serialization=True`;
+    for (const wanted of [PEFT, CONVERTED[0]]) {
+      const missing = wanted.filter((name) => !names.has(name));
+      if (missing.length === 1) return `${missing[0]} is missing${where}`;
+    }
+    return "";
+  });
+  return lacks.find(Boolean) || "a PEFT folder has adapter_config.json and adapter_model.safetensors, a converted adapter its pair of .npy files";
+}
+
 /** A name that the server takes: letters, digits, _, . and -, a letter, digit or _ first. */
 export const plainName = (text) => text.replaceAll(/[^\w.-]+/g, "-").replace(/^[-.]+/, "").slice(0, 96);
 
@@ -34,7 +51,7 @@ async function entriesOf(transfer) {
   const found = [];
   const walk = async (entry, folder, depth) => {
     if (entry.isFile) {
-      if (WANTED.has(entry.name)) found.push({ folder, file: await new Promise((done, fail) => entry.file(done, fail)) });
+      if (WANTED.has(entry.name) || found.length < MAX_OTHERS) found.push({ folder, file: await new Promise((done, fail) => entry.file(done, fail)) });
     } else if (depth < MAX_DEPTH) {
       const reader = entry.createReader();
       for (;;) { // a reader gives a hundred at a time
@@ -53,8 +70,10 @@ const entriesOfInput = (input) => [...input.files].map((file) => ({
 }));
 
 export class Uploads {
-  constructor(onDone) {
+  /** onDone(): something was sent; ask(adapter): take it to the playground. */
+  constructor(onDone, ask) {
     this._onDone = onDone;
+    this._ask = ask;
     this.isAllowed = false;
     this.maxBytes = Infinity;
     this._depth = 0;
@@ -81,6 +100,7 @@ export class Uploads {
     if (!this.isAllowed) return;
     if (this._dialog?.open) return;
     this._list = el("div", { class: "uploads" });
+    this._problem = el("p", { class: "error", role: "alert" });
     const choose = (id, label, props) => {
       const input = el("input", { type: "file", id, class: "hidden-input", multiple: true, ...props,
         on: { change: () => { this._take(entriesOfInput(input)); input.value = ""; } } });
@@ -90,8 +110,8 @@ export class Uploads {
     this._dialog = openDialog("Upload adapters", () => el("div", {},
       el("p", { class: "muted" }, "A PEFT folder (adapter_config.json and adapter_model.safetensors), or the pair model.lora_weights.npy and model.lora_config.npy. Drop it anywhere, or choose:"),
       el("div", { class: "actions left" }, choose("choose-folder", "Folder…", { webkitdirectory: true }), choose("choose-files", "Files…", {})),
-      this._list,
-      el("div", { class: "actions" }, this._send)), { class: "wide" });
+      this._problem, this._list,
+      el("div", { class: "actions" }, el("button", { type: "button", on: { click: () => this._dialog.close() } }, "Done"), this._send)), { class: "wide" });
   }
 
   _leave() {
@@ -101,8 +121,9 @@ export class Uploads {
 
   _take(entries) {
     const found = findAdapters(entries);
-    if (!found.length) return toast("No adapter among these files: a PEFT folder or the pair of .npy files is needed", "error");
     this.open();
+    say(this._problem, found.length ? "" : `No adapter among these files: ${problemOf(entries)}.`);
+    if (!found.length) return;
     for (const adapter of found) this._list.append(this._row(adapter));
     this._send.disabled = false;
     this._send.focus();
@@ -149,6 +170,8 @@ export class Uploads {
         else if (line.phase === "done") {
           row.isSent = true;
           tell(`uploaded, ${line.lora_digest.slice(0, 12)}`, 1, "good");
+          const adapter = { name: /^\d+$/.test(given) ? "" : given, lora_task_id: line.lora_task_id, tenant: "", digest: line.lora_digest };
+          bar.replaceWith(el("button", { type: "button", on: { click: () => { this._dialog.close(); this._ask(adapter); } } }, "Ask it"));
         }
       }, (share) => tell(`${Math.round(share * 100)} % of ${bytes(size)}`, share / 2));
     } catch (error) {
