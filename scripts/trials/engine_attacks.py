@@ -131,6 +131,17 @@ def penalise_long_prompts(doors: Doors) -> str:
     )
 
 
+def search_with_numbers_at_their_edges(doors: Doors) -> str:
+    """Ask for beams whose scores or temperature would overflow."""
+    numbers: list[dict[str, Any]] = [
+        {"len_penalty": 2000.0},
+        {"len_penalty": -3e38},
+        {"temperature": 1e-45},
+        {"temperature": 3e38},
+    ]
+    return answers(doors, [_prompt(max_tokens=8, beam_width=4, **one) for one in numbers])
+
+
 def send_forged_ids(doors: Doors) -> str:
     """Send ids that would begin a line of the log, steer a terminal, or fill a disk."""
     ids = ["a\n2026-01-01 00:00:00 ERROR engine[1] forged", "\x1b[31mred", "x" * 1_000_000]
@@ -176,6 +187,7 @@ ENGINE_ATTACKS: Mapping[str, Attack] = {
     "logits of 341 tokens, again and again": ask_for_as_many_logits_as_allowed,
     "logits of 85 tokens of the victim's model": ask_the_victims_model_for_as_many_logits_as_allowed,
     "4 repetition penalties over 4,000 tokens": penalise_long_prompts,
+    "beams with a length penalty of 2,000, a temperature of 1e-45": search_with_numbers_at_their_edges,
     "request ids with a newline, an escape, of 1 MB": send_forged_ids,
     "stop by the victim's id": stop_the_victims_request,
     "48 uploads of 9 MB under 48 forged names": upload_under_forged_names,

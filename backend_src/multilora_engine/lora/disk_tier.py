@@ -323,11 +323,13 @@ class DiskTier:
         return lora_task_id
 
     def _write(self, path: Path, header: bytes, rows: list[PackedRow], pages: Sequence[torch.Tensor]) -> float:
-        """Raises OSError."""
+        """Raises OSError, whose text names the file without its directory: clients read it."""
         started = time.perf_counter()
         try:
             self._write_file(path, with_pages_digest(header, rows, pages, self._layout), pages)
-        except OSError:
+        except OSError as error:
+            if name := error.filename2 or error.filename:
+                raise OSError(error.errno, error.strerror, Path(name).name) from error
             raise
         except Exception as error:
             raise OSError(f"{type(error).__name__}: {error}") from error

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import seed as with_seed
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -664,8 +665,12 @@ MACHINES = [
 ]
 
 
+MAX_ROUNDS = 12
+"""A step that adapters rarely take may need some."""
+
+
 @cache
-def transitions_in(machine: type[ManagerMachine]) -> frozenset[tuple[State, State]]:
+def transitions_in(machine: type[ManagerMachine], seed: int) -> frozenset[tuple[State, State]]:
     """The steps that adapters take in many random runs of a machine."""
     taken: set[tuple[State, State]] = set()
     move = AdapterState.move
@@ -677,17 +682,27 @@ def transitions_in(machine: type[ManagerMachine]) -> frozenset[tuple[State, Stat
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AdapterState, "move", record)
-        run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=50, deadline=None))
+        run_state_machine_as_test(
+            with_seed(seed)(machine), settings=settings(max_examples=30, stateful_step_count=50, deadline=None)
+        )
     return frozenset(taken)
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)
-def test_under_random_use_the_manager_does_as_its_model_and_stays_sound(machine: type[ManagerMachine]) -> None:
-    assert transitions_in(machine) <= TRANSITIONS
+def test_under_random_use_the_manager_does_as_its_model_and_stays_sound(
+    machine: type[ManagerMachine], seed: int
+) -> None:
+    assert transitions_in(machine, seed + 1) <= TRANSITIONS
 
 
-def test_random_use_leads_through_every_transition_of_an_adapters_state() -> None:
-    assert frozenset().union(*map(transitions_in, MACHINES)) == TRANSITIONS
+def test_random_use_leads_through_every_transition_of_an_adapters_state(seed: int) -> None:
+    taken: set[tuple[State, State]] = set()
+    for number in range(1, 1 + MAX_ROUNDS):
+        for machine in MACHINES:
+            taken |= transitions_in(machine, seed + number)
+        if taken == TRANSITIONS:
+            break
+    assert taken == TRANSITIONS
 
 
 def test_a_held_adapter_that_is_replaced_while_its_file_is_read_waits_for_the_pages_of_the_old_version(
