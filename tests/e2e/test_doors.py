@@ -9,6 +9,7 @@ import httpx2
 import jsonschema
 import numpy as np
 import pytest
+from support.stock_clients import stream as whole_stream
 from support.wire import GrpcClient, HttpClient, infer, stream, stream_texts, tensors, text_of
 
 from multilora_client import Adapter
@@ -154,6 +155,44 @@ def test_a_stop_word_never_shows(server: ServerProcess, triton_grpc: GrpcClient)
     assert text_of(infer(triton_grpc, "ensemble_unary", stopped)) == text[: text.index(word)]
     streamed = stream_texts(server.grpc_url, "generation", stopped | tensors(streaming=True))
     assert "".join(streamed) == text[: text.index(word)]
+
+
+SPECIAL = "<|im_start|>"
+
+
+@pytest.mark.parametrize(
+    ("stop_word", "length"), [(SPECIAL, 1), (SPECIAL * 3, 3), (f"{SPECIAL}a", 12), ("im_start", 12)]
+)
+def test_a_stop_word_that_spells_special_tokens_ends_the_answer_at_every_door(
+    server: ServerProcess, triton_grpc: GrpcClient, triton_http: HttpClient, stop_word: str, length: int
+) -> None:
+    """The model writes nothing but the special token."""
+    request = direct(PROMPTS[0], None, stop_words=[stop_word], embedding_bias_words=[SPECIAL])
+    request |= tensors(embedding_bias_weights=[200.0], return_log_probs=True)
+    unary = [
+        (triton_grpc, "generation_unary", {}),
+        (triton_http, "generation_unary", {"include_stop_str_in_output": np.array([[True]])}),
+        (triton_http, "ensemble_unary", {}),
+        (triton_grpc, "generation_unary", tensors(beam_width=2)),
+        (triton_grpc, "generation_unary", tensors(num_return_sequences=2)),
+    ]
+    results = [(door, infer(client, door, request | options)) for client, door, options in unary]
+    for door, option in (("generation", "streaming"), ("ensemble", "stream"), ("tensorrt_llm_bls", "stream")):
+        results.append((door, whole_stream(server.grpc_url, door, request | tensors(**{option: True}))[-1]))
+    for door, result in results:
+        assert result.as_numpy("finish_reason").flatten()[0] == (b"stop" if length < 12 else b"length"), door
+        assert result.as_numpy("num_output_tokens_so_far").flatten()[0] == length, door
+        assert not result.as_numpy("text_output").flatten()[0], door
+
+
+def test_a_bad_word_that_spells_special_tokens_is_never_written(triton_grpc: GrpcClient) -> None:
+    request = direct(PROMPTS[0], None, embedding_bias_words=[SPECIAL], embedding_bias_weights=[200.0])
+    free = text_of(infer(triton_grpc, "generation_unary", request))
+    for door in ("generation_unary", "ensemble_unary"):
+        banned = infer(triton_grpc, door, request | tensors(bad_words=[SPECIAL]))
+        assert (free, bool(text_of(banned))) == ("", True)
+        twice = infer(triton_grpc, door, request | tensors(bad_words=[SPECIAL * 2]))
+        assert len(text_of(twice)) > 0
 
 
 def test_several_sequences_are_beams_of_the_unary_doors_and_responses_of_the_streaming_ones(

@@ -52,6 +52,46 @@ def user(front_url: str) -> Iterator[openai.OpenAI]:
         yield user
 
 
+def test_stop_words_that_spell_special_tokens_end_answers(user: openai.OpenAI) -> None:
+    """The model writes nothing but the special token."""
+    options: Any = {"model": "base", "logit_bias": {"1": 100}, "temperature": 0}
+    stop, length = ["<|im_start|><|im_start|>"], {"max_tokens": 8}
+    whole = user.chat.completions.create(**options, **length, messages=QUESTION, stop=stop, n=2)
+    assert [(choice.finish_reason, choice.message.content) for choice in whole.choices] == [("stop", "")] * 2
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 4
+    *_, last = user.chat.completions.create(**options, **length, messages=QUESTION, stop=stop, stream=True)
+    assert last.choices[0].finish_reason == "stop"
+    (completed,) = user.completions.create(**options, **length, prompt="x", stop=stop, logprobs=1).choices
+    assert (completed.finish_reason, completed.text) == ("stop", "")
+    assert completed.logprobs is not None
+    assert len(completed.logprobs.token_logprobs or []) == 2
+    extra: Any = {"stop": stop, "logit_bias": {"1": 100}}
+    response = user.responses.create(model="base", input="x", max_output_tokens=16, temperature=0, extra_body=extra)
+    assert (response.status, response.output_text) == ("completed", "")
+    assert response.usage is not None
+    assert response.usage.output_tokens == 2
+
+
+def test_contents_of_parts_are_texts_and_earlier_calls_are_told(user: openai.OpenAI, front_url: str) -> None:
+    parts: Any = [{"role": "user", "content": [{"type": "text", "text": "Who are "}, {"type": "text", "text": "you?"}]}]
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "sky", "arguments": "{}"}}
+    calls: Any = [*QUESTION, {"role": "assistant", "tool_calls": [call]}]
+    calls += [{"role": "tool", "tool_call_id": "abcdefghi", "content": "dry"}]
+
+    def prompt_of(messages: Any) -> tuple[int, str]:
+        answer = user.chat.completions.create(model="base", messages=messages, max_tokens=4, temperature=0)
+        assert answer.usage is not None
+        headers = {"Authorization": f"Bearer {ALL}"}
+        tokenized = httpx2.post(f"{front_url[:-3]}/tokenize", json={"messages": messages}, headers=headers).json()
+        assert tokenized["count"] == answer.usage.prompt_tokens
+        text = httpx2.post(f"{front_url[:-3]}/detokenize", json={"tokens": tokenized["tokens"]}, headers=headers).json()
+        return answer.usage.prompt_tokens, str(text["prompt"])
+
+    assert prompt_of(parts) == prompt_of(QUESTION)
+    assert '<tool_call>\n{"name": "sky", "arguments": {}}' in prompt_of(calls)[1]
+
+
 @pytest.mark.parametrize("model", ["base", "pirate"])
 def test_chats_and_completions_are_what_the_server_answers(
     user: openai.OpenAI, client: Client, pirate: Adapter, model: str
