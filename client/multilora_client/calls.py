@@ -18,6 +18,7 @@ from multilora_client.errors import (
     AdapterNotFound,
     InvalidRequest,
     NotFound,
+    PermissionDenied,
     Unsupported,
 )
 from multilora_client.generation import Chunk, Generation
@@ -27,8 +28,8 @@ from multilora_client.operations import operation_request
 from multilora_client.tensors import adapter_tensors
 from multilora_wire.adapter_origin import AdapterOrigin
 
-SITES_UNTOLD = (NotFound, InvalidRequest, Unsupported)
-"""The errors of a server that is not ours, or too old to be asked for its sites."""
+SITES_UNTOLD = (NotFound, InvalidRequest, Unsupported, PermissionDenied)
+"""The errors of a server that is not ours or too old to tell its sites, and of a proxy that does not let one ask."""
 
 
 @dataclass(frozen=True)

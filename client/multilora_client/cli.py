@@ -49,6 +49,9 @@ app.command("quantize")(quantize)
 DoorName = Literal["direct", "ensemble"]
 
 
+_REVISION = re.compile("[0-9a-f]{40}")
+"""The name of a folder of the Hugging Face cache, which tells no model."""
+
 _OF_A_TRAINER = re.compile(r"checkpoint-\d+|checkpoint|adapter|adapter_model|lora|final|output|out|model")
 """Directories that trainers make: their names do not tell one adapter from another."""
 
@@ -278,13 +281,14 @@ def upload(
         for directory in progress.track(directories, description="uploading"):
             adapter, lora_name = _load_named(directory, lora_task_id, name)
             answer = client.upload(adapter, lora_name=lora_name)
+            _note_other_model(directory, adapter, client)
             typer.echo(f"{adapter.lora_task_id}\t{answer.lora_digest}\t{directory}\t{lora_name or ''}")
 
 
 @app.command()
 def convert(
     peft_directory: Annotated[Path, typer.Argument(help="PEFT adapter.", show_default=False)],
-    output_directory: Annotated[Path, typer.Argument(help="Where the two .npy files go.", show_default=False)],
+    output_directory: Annotated[Path, typer.Argument(help="Where the .npy files go.", show_default=False)],
     storage_type: Annotated[
         StorageDtype | None, typer.Option(help="Type of the weights.", show_default="that of the file")
     ] = None,
@@ -335,6 +339,21 @@ def _choose_adapter(
         return _load_named(directory, lora_task_id, lora_name)
     _check_one_of(lora_task_id, lora_name)
     return lora_task_id, lora_name
+
+
+def _note_other_model(directory: Path, adapter: Adapter, client: Client) -> None:
+    """Tell of an adapter that names another base model than the server's. Sides that fit do not prove the weights."""
+    trained_on = adapter.tensors.origin.base_model if adapter.tensors.origin else ""
+    if not trained_on:
+        return
+    served = client.describe_model().model
+    names = [name.rstrip("/").rpartition("/")[2].casefold() for name in (trained_on, served)]
+    if _REVISION.fullmatch(served) is None and not (names[0] in names[1] or names[1] in names[0]):
+        typer.echo(
+            f"note: {directory} names {trained_on[:200]} as its base model, and the server serves {served}, of "
+            "the same sizes",
+            err=True,
+        )
 
 
 def _load_named(directory: Path, lora_task_id: int | None, lora_name: str | None) -> tuple[Adapter, str | None]:

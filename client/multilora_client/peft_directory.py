@@ -445,7 +445,10 @@ def _match_key(key: str) -> re.Match[str]:
                 separator = " " if reason.startswith("is ") else ": "
                 advice = f". {_MLX}" if reason == _MLX_MATRIX else ""
                 raise AdapterError(f"{shown}{separator}{reason}{advice}")
-        raise AdapterError(f"{shown} is not a LoRA matrix of a decoder layer ([base_model.model.]model.layers.N....)")
+        raise AdapterError(
+            f"{shown} is not a LoRA matrix of a decoder layer ([base_model.model.]model.layers.N...., also below "
+            "language_model or text_model)"
+        )
     if match["path"] not in MODULE_IDS:
         raise AdapterError(
             f"{shown}: unknown module {match['path'][:_MAX_QUOTED_CHARS]!r}; supported are {', '.join(MODULE_IDS)}"

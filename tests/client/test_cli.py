@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +23,9 @@ from typer.testing import CliRunner, Result
 from multilora_client import AdapterTensors, load_adapter
 from multilora_client.cli import app
 from multilora_wire.adapter_names import task_id_of_name
+from multilora_wire.sites import decoder_sites
+
+MODEL = {"model": "acme", "max_model_len": 64, "vocab_size": 11, "version": "1"}
 
 
 def run(*arguments: object, stdin: str = "") -> Result:
@@ -185,6 +190,43 @@ def test_an_adapter_is_sent_under_the_name_or_the_id_that_was_given(
     assert inputs["lora_task_id"].item() == task_id
     assert inputs.get("lora_name") == (None if name is None else [name])
     assert inputs["lora_weights"].shape == (1, 2, 7)
+
+
+def test_upload_refuses_an_adapter_of_another_model(fake_triton: Any, save_adapter: Callable[..., Any]) -> None:
+    sites = asdict(decoder_sites(2, hidden_size=40, q_size=24, kv_size=4, intermediate_size=40))
+    fake_triton.report = {"layout": {"sites": sites}} | MODEL
+
+    result = run("upload", save_adapter().directory, "--url", fake_triton.url)
+
+    assert result.exit_code == 1
+    assert (
+        "not for acme: model.layers.0.self_attn.q_proj has 24 inputs and 40 outputs there, 40 inputs" in result.stderr
+    )
+    assert not fake_triton.adapters
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "served", "is_noted"),
+    [
+        ("acme/other", "tiny", True),
+        ("/models/Tiny/", "tiny", False),
+        ("acme/tiny-1B", "tiny-1b-float32", False),
+        ("acme/other", "0" * 40, False),
+        ("", "tiny", False),
+    ],
+)
+def test_upload_tells_of_an_adapter_that_names_another_model(
+    fake_triton: Any, save_adapter: Callable[..., Any], trained_on: str, served: str, is_noted: bool
+) -> None:
+    directory = save_adapter().directory
+    config = json.loads((directory / "adapter_config.json").read_text())
+    (directory / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": trained_on}))
+    fake_triton.report = MODEL | {"model": served}
+
+    result = run("upload", directory, "--url", fake_triton.url)
+
+    assert result.exit_code == 0
+    assert (f"names acme/other as its base model, and the server serves {served}" in result.stderr) == is_noted
 
 
 def test_one_task_id_cannot_name_two_adapters(fake_triton: Any, converted: Path) -> None:

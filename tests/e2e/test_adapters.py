@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count, islice
+from pathlib import Path
 
 import httpx2
 import numpy as np
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import save_file
 from support.wire import GrpcClient, HttpClient, adapter_tensors, error_of, infer, stream_texts, tensors, text_of
 from tritonclient.utils import InferenceServerException
 
-from multilora_client import Adapter, AdapterNotFound, AdapterTensors, Client
+from multilora_client import Adapter, AdapterError, AdapterNotFound, AdapterTensors, Client, load_adapter
 from multilora_engine.tritonserver import ServerProcess
 
 CHAT = '[{"role": "user", "content": "Who are you?"}]'
@@ -193,6 +197,23 @@ def _duplicate(adapter: Adapter) -> dict[str, np.ndarray]:
     arrays[WEIGHTS] = arrays[WEIGHTS].copy()
     arrays[WEIGHTS][0, 1] = arrays[WEIGHTS][0, 0]
     return arrays
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_an_adapter_of_another_model_is_refused_though_its_rows_are_as_long(
+    client: Client, http_client: Client, tmp_path: Path, protocol: str
+) -> None:
+    """575 and 577 are as many as the 576 and 576 of q in the model that is served."""
+    key = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {f"{key}.lora_A.weight": torch.ones(2, 575), f"{key}.lora_B.weight": torch.ones(577, 2)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    sender = client if protocol == "grpc" else http_client
+    other = load_adapter(tmp_path, next(fresh_ids))
+    with pytest.raises(AdapterError, match="q_proj has 575 inputs and 577 outputs there, 576 inputs and 576 outputs"):
+        sender.generate("hi", adapter=other, max_tokens=1)
+    with pytest.raises(AdapterNotFound):
+        sender.generate("hi", adapter=other.lora_task_id, max_tokens=1)
 
 
 @pytest.mark.parametrize("case", BAD_ADAPTERS)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from multilora_client.console.state import MAX_UPLOADS_AT_ONCE
 from multilora_client.convert import content_task_id
 from multilora_client.errors import AdapterConflict
 from multilora_wire.adapter_names import task_id_of_name
+from multilora_wire.sites import decoder_sites
 
 PEFT = ("adapter_config.json", "adapter_model.safetensors")
 CONVERTED = ("model.lora_config.npy", "model.lora_weights.npy")
@@ -239,3 +241,22 @@ def test_uploads_at_once_are_few_and_free_their_places(console: TestClient, serv
 def test_the_servers_refusal_is_the_answers_last_line(console: TestClient, server: Any, peft: Path) -> None:
     server.errors[7] = AdapterConflict("LoRA task 7 is served with other weights")
     assert lines(send(console, peft, *PEFT, lora_task_id="7"))[-1]["error"]["code"] == "ALREADY_EXISTS"
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_an_adapter_of_another_model_is_refused_by_its_sides(
+    console: TestClient, server: Any, peft: Path, tmp_path: Path, is_converted: bool
+) -> None:
+    sites = decoder_sites(num_layers=2, hidden_size=40, q_size=24, kv_size=4, intermediate_size=40)
+    server.reports["layout"] = {"layout": {"sites": asdict(sites)}}
+    folder, names = peft, PEFT
+    if is_converted:
+        folder, names = tmp_path / "converted", (*CONVERTED, "model.lora_origin.json")
+        convert_peft(peft).save(folder)
+    error = lines(send(console, folder, *names))[-1]["error"]
+    assert error == {
+        "code": "INVALID_ADAPTER",
+        "message": "the adapter was made for another base model, not for tiny: model.layers.0.self_attn.q_proj has 24 "
+        "inputs and 40 outputs there, 40 inputs and 24 outputs here",
+    }
+    assert server.requests == []

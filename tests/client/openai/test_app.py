@@ -13,11 +13,22 @@ import pytest
 from fastapi.testclient import TestClient
 from support.api_keys import ENTRIES, OPERATORS_KEY, PIRATES_KEY, TENANTS_KEY, write_keys
 
-from multilora_client import AsyncClient, AsyncMockTransport, InferRequest, InvalidRequest, Response, parse_error
+from multilora_client import (
+    Adapter,
+    AdapterTensors,
+    AsyncClient,
+    AsyncMockTransport,
+    InferRequest,
+    InvalidRequest,
+    Response,
+    parse_error,
+)
 from multilora_client.keys import KeyRing
 from multilora_client.openai.app import make_app
 from multilora_client.openai.catalogue import Catalogue
 from multilora_client.openai.settings import FrontSettings
+from multilora_wire.adapter_origin import AdaptedLinear, AdapterOrigin
+from multilora_wire.sites import decoder_sites
 
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "Who are you?"}]}
 COMPLETION = {"model": "base", "prompt": "I am"}
@@ -556,3 +567,19 @@ def test_it_does_not_describe_itself_unless_told_to(server: Any, path: str) -> N
             return front.get(path).status_code
 
     assert (status(has_docs=False), status(has_docs=True)) == (404, 200)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_adapter_of_another_model_is_an_error_of_the_request(
+    open_front: Callable[..., TestClient], server: Any, small_tensors: AdapterTensors, stream: bool
+) -> None:
+    linears = (AdaptedLinear("model.layers.0.self_attn.q_proj", 1, 0, 2, 1), AdaptedLinear("v_proj", 3, 1, 3, 4))
+    tensors = dataclasses.replace(small_tensors, origin=AdapterOrigin(linears, "acme/other"))
+    server.report = server.report | {"layout": {"sites": dataclasses.asdict(decoder_sites(2, 64, 64, 32, 96))}}
+    front = open_front(Catalogue("base", {"pirate": Adapter(7, tensors)}))
+    body = {"model": "pirate", "prompt": "hi", "stream": stream}
+    answer = front.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_adapter"
+    assert "q_proj has 2 inputs and 1 outputs there, 64 inputs and 64 outputs here" in answer.json()["error"]["message"]
+    assert server.requests == []

@@ -209,3 +209,11 @@ def test_an_origin_alone_is_no_adapter() -> None:
     )
     with pytest.raises(Unusable, match=r"it has model.lora_origin.json alone"):
         choose_files(["model.lora_origin.json"])
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.layers.", "language_model.model.layers."])
+def test_an_adapter_of_the_text_part_of_a_model_with_pictures_is_the_text_models(tmp_path: Path, prefix: str) -> None:
+    folder = save_adapter(tmp_path / "x", seed=7)
+    path = folder / "adapter_model.safetensors"
+    save_file({key.replace("model.layers.", prefix, 1): value for key, value in load_file(path).items()}, path)
+    assert pack(folder) == digest_of(7)
