@@ -54,7 +54,11 @@ Adapters = Annotated[
 ]
 NamedAdapters = Annotated[
     list[str] | None,
-    typer.Option("--adapter", metavar="NAME=DIR", help="One adapter, PEFT or converted; may be repeated."),
+    typer.Option(
+        "--adapter",
+        metavar="NAME=DIR",
+        help="One adapter, PEFT or converted; may be repeated. Without any, all of the server's are models.",
+    ),
 ]
 ApiKeys = Annotated[
     Path | None,
