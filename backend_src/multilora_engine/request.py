@@ -128,16 +128,27 @@ class Sender(msgspec.Struct, frozen=True, omit_defaults=True):
     name: its work is charged to this, which may end it: the tenant, else the client that a proxy names, else empty.
     key_id: of the API key. requests_per_minute, tokens_per_minute: the limits of this key; None is no limit.
     weight: its share of the server when others wait, too, compared to theirs.
+    is_unheard: it waits for one response, and Triton would not tell that it has hung up over HTTP.
     is_canary: the supervisor of the server asks whether it answers, which is nobody's request: it is not counted.
     """
 
     tenant: str = ""
     name: str = ""
     key_id: str = ""
+    is_unheard: bool = False
     is_canary: bool = False
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     weight: float = 1.0
+
+    @property
+    def account(self) -> str:
+        """Its turns, and its share of batch and queue, are those of all senders of this account: its name.
+
+        Among senders who cannot be told apart, those whose end nobody may hear have one of their own, lest answers that
+        nobody waits for take the others' places. No name has a control character.
+        """
+        return self.name or ("\0unheard" if self.is_unheard else "")
 
     @property
     def is_known(self) -> bool:

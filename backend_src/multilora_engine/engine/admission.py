@@ -64,7 +64,7 @@ class Admission:
         assert request.request_id not in self._live, f"request id {request.request_id} is in use"
         num_waiting = self._scheduler.num_waiting + self.num_outside
         self._new_sequences.limits.check(request)
-        self._queue_limits.check(request.sender.name, num_waiting, self._live)
+        self._queue_limits.check(request.sender.account, num_waiting, self._live)
         sequence = self._new_sequences.make(request)
         if request.sampling.guide is not None:
             self._guides_in_use.check(request.sampling.guide)

@@ -223,7 +223,7 @@ class FairQueue:
 
     def has_others(self, sequence: Sequence) -> bool:
         """Whether clients other than a sequence's have sequences that wait or run."""
-        name = sequence.request.sender.name
+        name = sequence.request.sender.account
         return any(clients.shares.keys() != {name} for clients in self._priorities.values())
 
     def turn(self, sequence: Sequence) -> tuple[int, float, float]:
@@ -288,7 +288,7 @@ class FairQueue:
         assert not num_running, "a running sequence has no share"
 
     def _client(self, sequence: Sequence) -> _ClientShare:
-        return self._priorities[sequence.request.priority].shares[sequence.request.sender.name]
+        return self._priorities[sequence.request.priority].shares[sequence.request.sender.account]
 
     def _adapter(self, sequence: Sequence) -> _AdapterShare:
         return self._client(sequence).adapters.shares[sequence.request.task_id]
@@ -310,4 +310,4 @@ class FairQueue:
 def _place(sequence: Sequence) -> tuple[int, str, TaskId | None]:
     """Priority, client and adapter of a sequence."""
     request = sequence.request
-    return request.priority, request.sender.name, request.task_id
+    return request.priority, request.sender.account, request.task_id

@@ -21,17 +21,17 @@ def choose_victim(
     """
     own = newcomer.request.sender
     parts: defaultdict[str, float] = defaultdict(float)
-    weights = {own.name: own.weight}
+    weights = {own.account: own.weight}
     for sequence in running:
         sender = sequence.request.sender
-        parts[sender.name] += held(sequence)
-        weights[sender.name] = sender.weight
+        parts[sender.account] += held(sequence)
+        weights[sender.account] = sender.weight
     total = sum(weights.values())
-    if parts[own.name] + needed > weights[own.name] / total:
+    if parts[own.account] + needed > weights[own.account] / total:
         return None
     for sequence in reversed(running):
-        name = sequence.request.sender.name
-        is_over = name != own.name and parts[name] > weights[name] / total
+        name = sequence.request.sender.account
+        is_over = name != own.account and parts[name] > weights[name] / total
         if is_over and sequence.request.priority >= newcomer.request.priority:
             return sequence
     return None

@@ -50,7 +50,7 @@ class LiveRequests:
         """A request was accepted. deadline_s: by the monotonic clock."""
         request = sequence.request
         self._sequences[request.request_id] = sequence
-        self._num_of_client[request.sender.name] += 1
+        self._num_of_client[request.sender.account] += 1
         heapq.heappush(self._deadlines, (deadline_s, sequence.arrival, request.request_id))
         if len(self._deadlines) > 2 * len(self._sequences) + _NUM_PAST_DEADLINES:
             self._deadlines = [deadline for deadline in self._deadlines if deadline[2] in self._sequences]
@@ -59,7 +59,7 @@ class LiveRequests:
     def remove(self, sequence: Sequence) -> None:
         """A request has ended."""
         del self._sequences[sequence.request.request_id]
-        self._num_of_client.subtract([client := sequence.request.sender.name])
+        self._num_of_client.subtract([client := sequence.request.sender.account])
         if not self._num_of_client[client]:
             del self._num_of_client[client]
 
@@ -75,5 +75,5 @@ class LiveRequests:
 
     def check_integrity(self) -> None:
         """Clients are counted as their requests are. For tests, after every step."""
-        assert self._num_of_client == Counter(sequence.request.sender.name for sequence in self)
+        assert self._num_of_client == Counter(sequence.request.sender.account for sequence in self)
         assert {request_id for _, _, request_id in self._deadlines} >= set(self._sequences), "a deadline is lost"

@@ -133,7 +133,7 @@ class Pace:
         if not over:
             # Only prompts ask for times then: a step of nothing but answers computes none.
             return Decodes(decoding, decoding)
-        within = [s for s in decoding if s.request.sender.name not in over]
+        within = [s for s in decoding if s.request.sender.account not in over]
         within_s = self._seconds(within)
         target_s = _SHARED_TARGET_MULTIPLE * within_s if self._target_s is None else self._target_s
         spare_s = max(0.0, target_s - within_s - self._interruption_s)
@@ -177,7 +177,7 @@ class Pace:
         """All answers but some of the clients `over` their shares: of these, the longest waiting get a token, as
         many as there is time for, one at least."""
         self._num_turns += 1
-        others = [sequence for sequence in decoding if sequence.request.sender.name in over]
+        others = [sequence for sequence in decoding if sequence.request.sender.account in over]
         others.sort(key=lambda sequence: sequence.last_turn)
         waiting = set(others[1:])
         self._have_turn(others[0])
@@ -212,12 +212,12 @@ def work_of_decodes(sequences: list[Sequence]) -> StepWork:
 
 def _clients_over_their_share(decoding: list[Sequence]) -> set[str]:
     """The clients that have more of the running sequences than their shares, by weight, of all clients that run."""
-    first = decoding[0].request.sender.name
-    if all(sequence.request.sender.name == first for sequence in decoding):
+    first = decoding[0].request.sender.account
+    if all(sequence.request.sender.account == first for sequence in decoding):
         return set()
-    weights = {sequence.request.sender.name: sequence.request.sender.weight for sequence in decoding}
+    weights = {sequence.request.sender.account: sequence.request.sender.weight for sequence in decoding}
     rows: Counter[str] = Counter()
     for sequence in decoding:
-        rows[sequence.request.sender.name] += len(sequence.siblings) + 1
+        rows[sequence.request.sender.account] += len(sequence.siblings) + 1
     num_rows, total = rows.total(), sum(weights.values())
     return {name for name, number in rows.items() if number / num_rows > weights[name] / total}

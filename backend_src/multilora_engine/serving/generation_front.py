@@ -136,7 +136,7 @@ class GenerationFront(Front):
         check_call(call, info, self._can_stream)
         self._claim_logits(call, info, claims)
         requests, rows = _expand(call, _timeout_s(request), tokenizer)
-        requests = [rights.grant(request) for request in requests]
+        requests = [rights.grant(request, call.is_streaming) for request in requests]
         sent, task_ids = call.adapter, {request.task_id for request in requests}
         sent_id = rights.uploaded_task_id(sent.lora_task_id, call.lora_names[0]) if sent else None
         reply = self._reply(call, rows, responder, tokenizer, info.stream_interval)

@@ -87,11 +87,12 @@ class Rights:
         if self.caller is not None and not self.caller.entry.operate:
             raise PermissionDenied("this API key may not load, pin, unpin or unload adapters")
 
-    def grant(self, request: GenerationRequest) -> GenerationRequest:
+    def grant(self, request: GenerationRequest, is_streaming: bool) -> GenerationRequest:
         """A request as the engine may take it from the sender. Raises PermissionDenied."""
+        is_unheard = not (is_streaming or self.sender.is_known or self.sender.is_canary)
         return msgspec.structs.replace(
             request,
-            sender=self.sender,
+            sender=msgspec.structs.replace(self.sender, is_unheard=is_unheard),
             adapter_tenant=self.adapter_tenant(request.lora_task_id, request.lora_name),
             priority=max(request.priority, self.min_priority),
         )

@@ -576,6 +576,18 @@ def test_a_client_with_all_places_gives_back_what_is_beyond_its_share_and_no_mor
     world.run_dry()
 
 
+def test_answers_that_may_be_abandoned_unheard_give_places_to_streams_where_nobody_is_known() -> None:
+    world = World(num_blocks=60, max_num_seqs=4, budget=32)
+    hoard = [world.add(2, 30, sender=Sender(is_unheard=True)) for _ in range(8)]
+    for _ in range(4):
+        world.step()
+    streams = [world.add(2, 30, sender=NOBODY) for _ in range(2)]
+    for _ in range(4):
+        world.step()
+    assert [s.status is SequenceStatus.RUNNING for s in [*hoard, *streams]] == [True] * 2 + [False] * 6 + [True] * 2
+    world.run_dry()
+
+
 def test_a_client_alone_and_clients_without_names_keep_their_places() -> None:
     for sender in (ACME, NOBODY):
         world = World(num_blocks=60, max_num_seqs=2, budget=32)

@@ -142,11 +142,11 @@ def test_a_tenant_sends_adapters_of_its_own_only_and_with_the_right_to(tmp_path:
 def test_a_request_becomes_the_senders_with_the_priority_it_may_have(tmp_path: Path) -> None:
     request = GenerationRequest("r", [1], SamplingParams(1), lora_task_id=7, priority=-5)
     rights = rights_of(tmp_path, tenant="acme", priority=-2)
-    granted = rights.grant(request)
+    granted = rights.grant(request, is_streaming=True)
     assert (granted.sender, granted.adapter_tenant, granted.priority) == (rights.sender, "acme", -2)
     assert granted.task_id == TenantTaskId("acme", 7)
-    assert rights_of(tmp_path, tenant="acme").grant(request).priority == 0
-    assert book(min_priority=-9).rights(RawRequest()).grant(request).priority == -5
+    assert rights_of(tmp_path, tenant="acme").grant(request, is_streaming=True).priority == 0
+    assert book(min_priority=-9).rights(RawRequest()).grant(request, is_streaming=True).priority == -5
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
@@ -165,3 +165,20 @@ def test_only_who_has_the_canarys_key_is_the_canary(tmp_path: Path, has_keys: bo
 def test_without_a_canary_nobody_is_one() -> None:
     for header in ("", "Bearer ", "Bearer"):
         assert not book().rights(RawRequest(("authorization", header))).sender.is_canary
+
+
+@pytest.mark.parametrize(
+    ("name", "is_streaming", "account"), [("", True, ""), ("acme", True, "acme"), ("acme", False, "acme")]
+)
+def test_a_sender_who_is_known_or_streams_goes_by_its_name(name: str, is_streaming: bool, account: str) -> None:
+    request = GenerationRequest("1", [1], SamplingParams(max_tokens=1))
+    assert Rights(Sender(name=name), 0).grant(request, is_streaming).sender.account == account
+
+
+def test_senders_of_no_name_whose_end_nobody_hears_have_an_account_that_no_name_is(tmp_path: Path) -> None:
+    request = GenerationRequest("1", [1], SamplingParams(max_tokens=1))
+    sender = Rights(Sender(), 0).grant(request, is_streaming=False).sender
+    assert not sender.account.isprintable()
+    assert (sender.name, sender.is_known) == ("", False)
+    canary = Rights(Sender(is_canary=True), 0).grant(request, is_streaming=False).sender
+    assert canary.account == ""
