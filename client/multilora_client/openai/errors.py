@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-from multilora_client.errors import AdapterNotFound, MultiloraClientError, RateExceeded
+from multilora_client.errors import AdapterNotFound, InvalidRequest, MultiloraClientError, RateExceeded
 from multilora_wire.messages import shortened
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's; HTTP itself has none
@@ -33,6 +33,26 @@ _CONTEXT_LENGTH = "context_length_exceeded"
 _MAX_QUOTED = 60
 _TOO_MANY_TOKENS = re.compile(r"the prompt has (\d+) tokens and max_model_len is (\d+)")
 _TOO_MANY_BYTES = re.compile(r"has \d+ bytes and max_prompt_bytes is \d+")
+
+_PROTOCOL_NAMES: Mapping[str, str] = {
+    "bad_words_list": "bad_words",
+    "embedding_bias": "logit_bias",
+    "embedding_bias_ids": "logit_bias",
+    "embedding_bias_weights": "logit_bias",
+    "guided_decoding_guide": "the guide",
+    "input_ids": "prompt",
+    "num_prompt_top_log_probs": "prompt_logprobs",
+    "num_return_sequences": "n",
+    "num_top_log_probs": "top_logprobs",
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+    "stop_words": "stop",
+    "stop_words_list": "stop_token_ids",
+    "text_input": "prompt",
+}
+"""The protocol's names of the server's inputs."""
+
+_SERVER_NAME = re.compile(rf"\b({'|'.join(_PROTOCOL_NAMES)})\b")
 
 
 class Failure(Exception):
@@ -92,6 +112,11 @@ def quoted(value: object) -> str:
     """A value of a request as JSON, cut to a part of a line."""
     text = json.dumps(value, default=str)
     return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}..."
+
+
+def in_protocol_words(error: InvalidRequest) -> InvalidRequest:
+    """An error of the server, with the names that the protocol has for the server's inputs."""
+    return type(error)(_SERVER_NAME.sub(lambda name: _PROTOCOL_NAMES[name.group()], str(error)))
 
 
 def unsupported(message: str, param: str | None = None) -> PydanticCustomError:

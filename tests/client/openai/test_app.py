@@ -180,6 +180,27 @@ def test_a_model_name_picks_its_adapter(
         assert first["system_fingerprint"] == (None if task is None else "ab" * 32)
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            "stop_words has 20 words and max_words_per_request is 16",
+            "stop has 20 words and max_words_per_request is 16",
+        ),
+        ("text_input has 9 bytes and max_prompt_bytes is 8", "prompt has 9 bytes and max_prompt_bytes is 8"),
+        ("bad_words_list, embedding_bias and min_tokens forbid", "bad_words, logit_bias and min_tokens forbid"),
+        ("LoRA task 7 of my_input_ids", "LoRA task 7 of my_input_ids"),
+    ],
+)
+def test_the_servers_refusals_have_the_names_of_the_protocol(
+    front: TestClient, server: Any, error: str, told: str
+) -> None:
+    server.error = InvalidRequest(error)
+    for given in ({}, {"stream": True}):
+        answer = front.post(CHAT_PATH, json=CHAT | given)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, told)
+
+
 @pytest.mark.parametrize("path", [CHAT_PATH, "/v1/completions"])
 def test_lora_path_names_the_adapter_of_the_model(front: TestClient, server: Any, path: str) -> None:
     prompt = {"messages": CHAT["messages"]} if path == CHAT_PATH else {"prompt": "hi"}
@@ -455,7 +476,10 @@ def test_a_prompt_of_too_many_bytes_is_too_long_as_well(front: TestClient, serve
     server.error = parse_error("[INVALID_ARG] text_input has 99 bytes and max_prompt_bytes is 9")
     error = front.post(COMPLETION_PATH, json=COMPLETION).json()["error"]
 
-    assert (error["code"], error["message"]) == ("context_length_exceeded", str(server.error))
+    assert (error["code"], error["message"]) == (
+        "context_length_exceeded",
+        "prompt has 99 bytes and max_prompt_bytes is 9",
+    )
 
 
 def test_web_pages_of_named_origins_may_ask(open_front: Callable[..., TestClient], catalogue: Catalogue) -> None:

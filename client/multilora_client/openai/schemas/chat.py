@@ -154,7 +154,7 @@ class ChatRequest(Sampling):
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs goes with logprobs only", "top_logprobs")
         return self
 

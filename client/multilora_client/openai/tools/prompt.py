@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from multilora_client.errors import InvalidRequest
+from multilora_client.openai.errors import in_protocol_words
 
 Message = Mapping[str, Any]
 
@@ -29,9 +30,11 @@ To call one, answer with its name and its arguments as a JSON object in <tool_ca
 
 
 def told_instead(told: Sequence[Message] | None, error: InvalidRequest) -> Sequence[Message]:
-    """What `tell_tools` made, where the server refused a chat for such a template. Raises any other error again."""
+    """What `tell_tools` made, where the server refused a chat for such a template. Raises any other error again, in the
+    protocol's words.
+    """
     if told is None or _NO_PLACE_FOR_TOOLS not in str(error):
-        raise error
+        raise in_protocol_words(error)
     return told
 
 

@@ -54,6 +54,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"logprobs": True}, "num_top_log_probs", None),
         ({"logprobs": True, "top_logprobs": 3}, "num_top_log_probs", 3),
         ({"logprobs": False}, "return_log_probs", None),
+        ({"logprobs": False, "top_logprobs": 0}, "return_log_probs", None),
         ({"top_k": 7}, "runtime_top_k", 7),
         ({"min_p": 0.25}, "min_p", 0.25),
         ({"repetition_penalty": 1.5}, "repetition_penalty", 1.5),
