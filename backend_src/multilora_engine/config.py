@@ -194,10 +194,6 @@ class EngineConfig(BaseModel):
     enable_cuda_graphs: Annotated[
         _Switch, Field(description="Replay steps on a GPU as CUDA graphs. `auto`: if they pass the self-test at start.")
     ] = "auto"
-    allow_slow_operators: Annotated[
-        bool,
-        Field(description="Serve an operator that fails a GPU's self-test by plain PyTorch; false: stop the load."),
-    ] = False
     enable_async_scheduling: Annotated[
         _Switch, Field(description="Prepare a step while a GPU computes one. `auto`: if the GPU passes the self-test.")
     ] = "auto"
@@ -299,6 +295,8 @@ class EngineConfig(BaseModel):
             for name, raw in parameters.items()
             if (text := _expand(raw, os.environ if environ is None else environ).strip())
         }
+        for name in sorted(_RETIRED.keys() & values.keys()):
+            raise ConfigError(f"parameter {name} is gone: {_RETIRED[name]}; remove it from config.pbtxt")
         known = set(parameter_descriptions())
         if unknown := sorted(set(values) - known):
             raise ConfigError(unknown_parameters(unknown, sorted(known)))
@@ -311,6 +309,12 @@ class EngineConfig(BaseModel):
             return cls.model_validate({**engine, "lora": lora})
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
+
+
+_RETIRED = {
+    "allow_slow_operators": "a GPU operator that fails the self-test stops the load",
+}
+"""Parameters of earlier versions: what the server does now."""
 
 
 def parameter_descriptions() -> dict[str, tuple[object, str]]:

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from multilora_kernels import operators
-from multilora_kernels.cpu import apply_directly
-from multilora_kernels.dispatch import load_operators
+from multilora_kernels.dispatch import operator
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
 
@@ -26,8 +24,4 @@ def lora_apply(
     `lora_shrink` then `lora_expand`, with their arguments and results, in one call: a small batch on a CPU would spend
     most of its time in two.
     """
-    is_eager_on_cpu = not torch.compiler.is_dynamo_compiling() and not x.is_cuda
-    if is_eager_on_cpu and apply_directly(x, y, tables, first_slice, slice_sizes, segments):
-        return
-    load_operators(x)
-    operators.call_apply(x, y, tables, first_slice, slice_sizes, segments)
+    operator("lora_apply", x)(x, y, tables, first_slice, slice_sizes, segments)

@@ -8,10 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from multilora_kernels import operators
-from multilora_kernels.cpu import load_cpu_kernels, rotary_attention_directly
-from multilora_kernels.dispatch import load_operators
-from multilora_kernels.gpu_operators import gpu_operator
+from multilora_kernels.cpu import load_cpu_kernels
+from multilora_kernels.dispatch import compiled_for, operator
 from multilora_kernels.interpreter import has_gpu_operators
 from multilora_kernels.kv_rows import kv_head_dim
 
@@ -79,21 +77,11 @@ def paged_attention(
     Returns [num_tokens, num_heads * head_dim] in the dtype of q. A token's result has the same bits beside any other
     sequences there are.
     """
-    load_operators(q)
-    result: torch.Tensor = operators.paged_attention(
-        q,
-        keys,
-        values,
-        sequences.block_tables,
-        sequences.query_starts,
-        sequences.context_lens,
-        sequences.num_decodes,
-        sequences.block_size,
-        sequences.window or 0,
-        *_option_fields(options, q.shape[2]),
-        options.may_round,
-    )
-    return result
+    library = compiled_for(q)
+    if library is not None:
+        return library.paged_attention(q, keys, values, sequences, options)  # type: ignore[no-any-return]
+    fields = (*_sequence_fields(sequences), *_option_fields(options, q.shape[2]))
+    return operator("paged_attention", q)(q, keys, values, *fields)  # type: ignore[no-any-return]
 
 
 def rotary_attention(
@@ -122,25 +110,16 @@ def rotary_attention(
     step = (qkv, cos, sin, keys, values, slots)
     if out is not None and not has_gpu_operators(qkv.device):
         return out.copy_(rotary_attention(*step, sequences, options, is_interleaved))
-    if out is None and not torch.compiler.is_dynamo_compiling():
-        result = rotary_attention_directly(*step, sequences, options, is_interleaved)
-        if result is not None:
-            return result
-    fields = (
-        *step,
-        sequences.block_tables,
-        sequences.query_starts,
-        sequences.context_lens,
-        sequences.num_decodes,
-        sequences.block_size,
-        sequences.window or 0,
-        *_option_fields(options, kv_head_dim(keys)),
-        is_interleaved,
-    )
-    if out is not None:
-        return gpu_operator("rotary_attention")(*fields, out=out)  # type: ignore[no-any-return]
-    load_operators(qkv)
-    return operators.rotary_attention(*fields, options.may_round)  # type: ignore[no-any-return]
+    library = compiled_for(qkv)
+    if library is not None:
+        return library.rotary_attention(*step, sequences, options, is_interleaved)  # type: ignore[no-any-return]
+    fields = (*_sequence_fields(sequences), *_option_fields(options, kv_head_dim(keys)), is_interleaved)
+    into = {} if out is None else {"out": out}
+    return operator("rotary_attention", qkv)(*step, *fields, **into)  # type: ignore[no-any-return]
+
+
+def _sequence_fields(sequences: PagedSequences) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]:
+    return *sequences[:5], sequences.window or 0
 
 
 def _option_fields(options: AttentionOptions, head_dim: int) -> tuple[float, float, torch.Tensor | None]:

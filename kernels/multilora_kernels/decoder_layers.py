@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from multilora_kernels.attention import PagedSequences
-from multilora_kernels.cpu import decoder_directly, read_decoder
+from multilora_kernels.cpu import compiled_kernels, compiled_library
 from multilora_kernels.linear import PackedWeight
 from multilora_kernels.panels import Panels
 from multilora_kernels.quantized import QuantizedWeight
@@ -83,8 +83,9 @@ class PackedDecoder:
 
     def __init__(self, layers: Sequence[tuple[PackedLayer, int]], head: PackedHead | None = None) -> None:
         self.has_head = head is not None
-        self.read = read_decoder(tuple(layers), head)
-        """The same as compiled kernels see it; None where there are none, or for anything but plain CPU tensors."""
+        library = compiled_library() if all(layer.attention_norm.device.type == "cpu" for layer, _ in layers) else None
+        self.read = None if library is None else library.read_decoder(tuple(layers), head)
+        """The same as compiled kernels see it; None on a GPU, and where nothing is compiled."""
 
 
 class LayerStep(NamedTuple):
@@ -121,11 +122,11 @@ def decoder_layers(
     x, update: [num_tokens, hidden_size] float32. on_layer: called before the first layer, and before those that begin
     ten milliseconds or more after its last call began.
     Raises the errors of on_layer, and RuntimeError as its operators do, for shapes that do not fit and slots that are
-    none. None, with nothing done, where those are needed: on anything but compiled kernels and plain CPU tensors.
+    none. None, with nothing done, on a GPU and where nothing is compiled.
     """
-    if decoder.read is None or torch.compiler.is_dynamo_compiling():
+    if decoder.read is None:
         return None
-    return decoder_directly("decoder_layers", decoder.read, steps, *cache, on_layer, x, update)  # type: ignore[no-any-return]
+    return compiled_kernels().decoder_layers(decoder.read, steps, *cache, on_layer, x, update)  # type: ignore[no-any-return]
 
 
 def decoder_logits(
@@ -143,9 +144,9 @@ def decoder_logits(
     that x has not, and the errors of `decoder_layers`. None as there.
     """
     assert decoder.has_head
-    if decoder.read is None or torch.compiler.is_dynamo_compiling():
+    if decoder.read is None:
         return None
-    return decoder_directly("decoder_logits", decoder.read, steps, *cache, on_layer, x, rows)  # type: ignore[no-any-return]
+    return compiled_kernels().decoder_logits(decoder.read, steps, *cache, on_layer, x, rows)  # type: ignore[no-any-return]
 
 
 def _panels(weight: PackedWeight | QuantizedWeight) -> Panels:

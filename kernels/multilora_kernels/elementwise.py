@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from multilora_kernels import operators, reference
-from multilora_kernels.cpu import elementwise_directly
-from multilora_kernels.dispatch import load_operators
-from multilora_kernels.gpu_operators import gpu_operator
+from multilora_kernels import reference
+from multilora_kernels.dispatch import operator
 from multilora_kernels.interpreter import has_gpu_operators
 
 
@@ -49,13 +47,6 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 def _call(name: str, x: torch.Tensor, *others: Any) -> Any:
-    """The function with this name that serves `x`: of the GPU, the reference or the CPU's operators."""
-    if has_gpu_operators(x.device):
-        return gpu_operator(name)(x, *others)
-    if x.dtype != torch.float32:
-        return getattr(reference, name)(x, *others)
-    is_eager = not torch.compiler.is_dynamo_compiling()
-    if is_eager and (results := elementwise_directly(name, x, *others)) is not None:
-        return results
-    load_operators(x)
-    return getattr(operators, name)(x, *others)
+    """Compute the operator with this name. The compiled CPU operators take float32 only."""
+    is_reference = x.dtype != torch.float32 and not has_gpu_operators(x.device)
+    return (getattr(reference, name) if is_reference else operator(name, x))(x, *others)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from multilora_kernels import operators
-from multilora_kernels.dispatch import load_operators
+from multilora_kernels.dispatch import operator
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
 
@@ -25,5 +24,4 @@ def lora_expand(
     Where the adapter's row has a DoRA magnitude m: y[t, slice s] = m * (y[t, slice s] + v B^T). Base tokens and slices
     of rank 0 are not touched. y: [num_tokens, sum(slice_sizes)], the slices side by side; v: from `lora_shrink`.
     """
-    load_operators(y)
-    operators.call_expand(v, y, tables, first_slice, slice_sizes, segments)
+    operator("lora_expand", y)(v, y, tables, first_slice, slice_sizes, segments)

@@ -14,15 +14,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from multilora_kernels import operators
 from multilora_kernels.cpu import (
-    packed_embedding_directly,
-    packed_linear_directly,
+    compiled_kernels,
     panel_shape,
     panels_are_tiles,
     rounds_activations,
 )
-from multilora_kernels.dispatch import load_operators
 from multilora_kernels.huge_pages import HugePages
 from multilora_kernels.panels import copy_rows_to_columns, rows_of_columns
 
@@ -116,19 +113,8 @@ def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | No
     """
     if not weight.is_packed:
         return F.linear(x, weight.data.to(x.dtype), bias)
-    y = _multiply_panels(x, weight)
+    y: torch.Tensor = compiled_kernels().packed_linear(x, weight.data, weight.shape[0])
     return y if bias is None else y.add_(bias)
-
-
-def _multiply_panels(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-    out_features = weight.shape[0]
-    if (
-        not torch.compiler.is_dynamo_compiling()
-        and (y := packed_linear_directly(x, weight.data, out_features)) is not None
-    ):
-        return y
-    load_operators(x)
-    return operators.call_packed_linear(x, weight.data, out_features)
 
 
 def packed_embedding(token_ids: torch.Tensor, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
@@ -139,9 +125,4 @@ def packed_embedding(token_ids: torch.Tensor, weight: PackedWeight, dtype: torch
     if not weight.is_packed:
         return F.embedding(token_ids, weight.data).to(dtype)
     assert dtype == torch.float32
-    num_embeddings = weight.shape[0]
-    is_eager = not torch.compiler.is_dynamo_compiling()
-    if is_eager and (rows := packed_embedding_directly(token_ids, weight.data, num_embeddings)) is not None:
-        return rows
-    load_operators(weight.data)
-    return operators.call_packed_embedding(token_ids, weight.data, num_embeddings)
+    return compiled_kernels().packed_embedding(token_ids, weight.data, weight.shape[0])  # type: ignore[no-any-return]

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from multilora_kernels import operators
 from multilora_kernels.apply import lora_apply
-from multilora_kernels.cpu import linear_directly
-from multilora_kernels.dispatch import load_operators
+from multilora_kernels.cpu import compiled_kernels
 from multilora_kernels.linear import PackedWeight, packed_linear
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
@@ -36,8 +34,5 @@ def lora_linear(
         y = packed_linear(x, weight)
         lora_apply(x, y, tables, first_slice, slice_sizes, segments)
         return y if bias is None else y.add_(bias)
-    arguments = (x, weight.data, tables, first_slice, slice_sizes, segments, bias)
-    if not torch.compiler.is_dynamo_compiling() and (done := linear_directly(*arguments)) is not None:
-        return done
-    load_operators(x)
-    return operators.call_linear(*arguments)
+    packed = (x, weight.data, tables, first_slice, slice_sizes, segments, bias)
+    return compiled_kernels().lora_linear(*packed)  # type: ignore[no-any-return]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from multilora_kernels.cpu import segments_directly
-from multilora_kernels.gpu_operators import gpu_operator
+from multilora_kernels.dispatch import compiled_for, gpu_operator
 from multilora_kernels.interpreter import has_gpu_operators
 from multilora_kernels.segments import (
     CHUNK_SIZE,
@@ -37,9 +36,9 @@ def lora_segments(token_lora_mapping: torch.Tensor, max_loras: int, chunk_size: 
             segment = gpu_operator("lora_segments")
             permutation, starts, lengths, indices = segment(token_lora_mapping, max_loras, chunk_size, capacity)
             return LoRASegments(permutation, starts, lengths, indices, num_tokens, chunk_size)
-    is_eager = not torch.compiler.is_dynamo_compiling()
-    if token_lora_mapping.device.type == "cpu" and is_eager:
-        fields = segments_directly(token_lora_mapping.contiguous(), max_loras, chunk_size, capacity)
-        if fields is not None:
-            return LoRASegments(*fields, num_tokens, chunk_size)
+    library = compiled_for(token_lora_mapping)
+    if library is not None:
+        sort = library.lora_segments
+        permutation, starts, lengths, indices = sort(token_lora_mapping.contiguous(), max_loras, chunk_size, capacity)
+        return LoRASegments(permutation, starts, lengths, indices, num_tokens, chunk_size)
     return reference_segments(token_lora_mapping, max_loras, chunk_size, capacity)

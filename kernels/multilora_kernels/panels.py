@@ -29,7 +29,7 @@ def rows_of_columns(columns: torch.Tensor, first: int, count: int) -> torch.Tens
 
 
 class QuantizedPanels(NamedTuple):
-    """The panels of a quantised weight, as the CPU's operators take them: arguments of `multilora::quantized_linear`.
+    """The panels of a quantised weight, as the CPU's operators take them.
 
     codes: [num_panels, items, columns, lanes]; int8 or float8_e4m3fn, an item an input, or int32, an item the codes of
     4 bits of 8 neighbouring inputs, the first one lowest. For other products [num_panels, items, columns, lanes, n]

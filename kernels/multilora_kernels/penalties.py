@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from multilora_kernels import penalties_reference
-from multilora_kernels.gpu_operators import gpu_operator
-from multilora_kernels.interpreter import has_gpu_operators
+from multilora_kernels.dispatch import operator
 from multilora_kernels.penalties_reference import LARGEST_LOGIT
 
 __all__ = ["LARGEST_LOGIT", "forbid_tokens", "penalise_tokens"]
@@ -35,10 +33,7 @@ def penalise_tokens(
     A logit x of a token of the row becomes x / repetition, or x * repetition below zero, and then
     x - (frequency * its count in the answer + presence) if the answer has it; both within +-LARGEST_LOGIT.
     """
-    if has_gpu_operators(logits.device):
-        gpu_operator("penalise_tokens")(logits, counts, places, last_token_ids, penalties)
-    else:
-        penalties_reference.penalise_tokens(logits, counts, places, last_token_ids, penalties)
+    operator("penalise_tokens", logits)(logits, counts, places, last_token_ids, penalties)
 
 
 def forbid_tokens(logits: torch.Tensor, bans: torch.Tensor, last_token_ids: torch.Tensor) -> None:
@@ -47,7 +42,4 @@ def forbid_tokens(logits: torch.Tensor, bans: torch.Tensor, last_token_ids: torc
     logits: as of `penalise_tokens`. bans: int64 [3, n]: a row, a token, and the last token behind which the row may not
     have it, or -1 for all. last_token_ids: int64 [rows].
     """
-    if has_gpu_operators(logits.device):
-        gpu_operator("forbid_tokens")(logits, bans, last_token_ids)
-    else:
-        penalties_reference.forbid_tokens(logits, bans, last_token_ids)
+    operator("forbid_tokens", logits)(logits, bans, last_token_ids)

@@ -23,19 +23,15 @@ from enum import Enum
 import torch
 import torch.nn.functional as F
 
-from multilora_kernels import operators
 from multilora_kernels.apply import lora_apply
 from multilora_kernels.code_order import in_order, in_tiles, tile_inputs
 from multilora_kernels.cpu import (
     activation_digits,
-    linear_directly,
-    packed_embedding_directly,
-    packed_linear_directly,
+    compiled_kernels,
     panel_shape,
     rounds_activations_of_codes,
 )
-from multilora_kernels.dispatch import load_operators
-from multilora_kernels.gpu_operators import gpu_operator
+from multilora_kernels.dispatch import gpu_operator
 from multilora_kernels.huge_pages import HugePages
 from multilora_kernels.interpreter import has_gpu_operators
 from multilora_kernels.linear import PackedWeight
@@ -284,16 +280,8 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
         if has_gpu_operators(x.device):
             return gpu_operator("quantized_linear")(x, weight, bias)  # type: ignore[no-any-return]
         return F.linear(x, weight.rows(0, weight.shape[0]).to(x.dtype), bias)
-    y = _multiply_panels(x, weight.panels, weight.shape[0])
+    y: torch.Tensor = compiled_kernels().packed_linear(x, weight.panels, weight.shape[0])
     return y if bias is None else y.add_(bias)
-
-
-def _multiply_panels(x: torch.Tensor, panels: QuantizedPanels, out_features: int) -> torch.Tensor:
-    is_eager = not torch.compiler.is_dynamo_compiling()
-    if is_eager and (y := packed_linear_directly(x, panels, out_features)) is not None:
-        return y
-    load_operators(x)
-    return operators.quantized_linear(x, *panels, out_features)  # type: ignore[no-any-return]
 
 
 def quantized_lora_linear(
@@ -313,11 +301,8 @@ def quantized_lora_linear(
         y = quantized_linear(x, weight)
         lora_apply(x, y, tables, first_slice, slice_sizes, segments)
         return y if bias is None else y.add_(bias)
-    arguments = (x, weight.panels, tables, first_slice, slice_sizes, segments, bias)
-    if not torch.compiler.is_dynamo_compiling() and (done := linear_directly(*arguments)) is not None:
-        return done
-    load_operators(x)
-    return operators.call_quantized_lora_linear(*arguments)
+    packed = (x, weight.panels, tables, first_slice, slice_sizes, segments, bias)
+    return compiled_kernels().lora_linear(*packed)  # type: ignore[no-any-return]
 
 
 def quantized_embedding(token_ids: torch.Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
@@ -328,9 +313,4 @@ def quantized_embedding(token_ids: torch.Tensor, weight: QuantizedWeight, dtype:
     if not weight.is_packed:
         return weight.rows_at(token_ids).to(dtype)
     assert dtype == torch.float32
-    panels, num_embeddings = weight.panels, weight.shape[0]
-    is_eager = not torch.compiler.is_dynamo_compiling()
-    if is_eager and (rows := packed_embedding_directly(token_ids, panels, num_embeddings)) is not None:
-        return rows
-    load_operators(panels.codes)
-    return operators.quantized_embedding(token_ids, *panels, num_embeddings)  # type: ignore[no-any-return]
+    return compiled_kernels().packed_embedding(token_ids, weight.panels, weight.shape[0])  # type: ignore[no-any-return]

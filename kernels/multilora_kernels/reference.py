@@ -15,8 +15,32 @@ import torch.nn.functional as F
 
 from multilora_kernels.adapter_codes import CODE_BITS, dequantize_a, dequantize_b
 from multilora_kernels.kv_rows import kv_head_dim, load_rows, store_rows
+from multilora_kernels.penalties_reference import forbid_tokens, penalise_tokens
+from multilora_kernels.sampling_reference import sample_tokens
 from multilora_kernels.segments import LoRASegments
+from multilora_kernels.step_inputs_reference import fill_step_inputs
 from multilora_kernels.tables import LoRATables
+
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "fill_step_inputs",
+    "forbid_tokens",
+    "gelu_tanh",
+    "gelu_tanh_mul",
+    "lora_apply",
+    "lora_expand",
+    "lora_shrink",
+    "magnitude_of",
+    "matrix_a",
+    "matrix_b",
+    "paged_attention",
+    "penalise_tokens",
+    "rotary_attention",
+    "rotate_and_store",
+    "sample_tokens",
+    "silu_mul",
+]
 
 
 def lora_shrink(
@@ -57,6 +81,20 @@ def lora_expand(
                     out *= magnitude.to(v.dtype)
                 y[tokens, start : start + size] = out.to(y.dtype)
             start += size
+
+
+def lora_apply(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    tables: LoRATables,
+    first_slice: int,
+    slice_sizes: Sequence[int],
+    segments: LoRASegments,
+) -> None:
+    """`lora_shrink`, then `lora_expand`; see `apply.lora_apply`."""
+    lora_expand(
+        lora_shrink(x, tables, first_slice, len(slice_sizes), segments), y, tables, first_slice, slice_sizes, segments
+    )
 
 
 def paged_attention(
@@ -106,11 +144,13 @@ def rotary_attention(
     values: torch.Tensor,
     slots: torch.Tensor,
     *fields: Any,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute as `attention.rotary_attention`, with the arguments of the operator."""
+    """Compute as `attention.rotary_attention`. fields: those of `paged_attention`, then is_interleaved."""
     *sequences_and_options, is_interleaved = fields
     q = rotate_and_store(qkv, cos, sin, keys, values, slots, is_interleaved)
-    return paged_attention(q, keys, values, *sequences_and_options)
+    result = paged_attention(q, keys, values, *sequences_and_options)
+    return result if out is None else out.copy_(result)
 
 
 def rotate_and_store(

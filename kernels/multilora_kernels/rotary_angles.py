@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from multilora_kernels.cpu import rotary_angles_directly
+from multilora_kernels.dispatch import compiled_for
 
 
 def rotary_angles(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -14,9 +14,9 @@ def rotary_angles(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[t
     On a CPU it is one call, since four of PyTorch's take a step of a small model 0.1 ms; compiled kernels raise
     RuntimeError there for other shapes and dtypes.
     """
-    is_eager = not torch.compiler.is_dynamo_compiling()
-    if not positions.is_cuda and is_eager and (angles := rotary_angles_directly(positions, frequencies)) is not None:
-        return angles
+    library = compiled_for(positions)
+    if library is not None:
+        return library.rotary_angles(positions, frequencies)  # type: ignore[no-any-return]
     # An integer times a float32 is a product of float32, without a conversion before it.
     products = positions.view(-1, 1, 1) * frequencies
     return products.cos(), products.sin()

@@ -13,9 +13,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from multilora_kernels import operators
-from multilora_kernels.cpu import most_probable_directly, sample_tokens_directly
-from multilora_kernels.dispatch import load_operators
+from multilora_kernels.dispatch import compiled_for, operator
 from multilora_kernels.sampling_rule import SamplingRule
 
 __all__ = ["SamplingRule", "most_probable", "rule_parameters", "sample_tokens"]
@@ -28,12 +26,8 @@ def sample_tokens(logits: torch.Tensor, rules: list[SamplingRule] | torch.Tensor
     depends on its own logits and rule alone. Of a row with NaN, or where every logit is -inf, it is any. rules: may be
     their `rule_parameters` on that device.
     """
-    load_operators(logits)
-    is_eager = not torch.compiler.is_dynamo_compiling()
     parameters = rules if isinstance(rules, torch.Tensor) else rule_parameters(rules, logits.device)
-    if not logits.is_cuda and is_eager and (tokens := sample_tokens_directly(logits, parameters)) is not None:
-        return tokens
-    return operators.sample_tokens(logits, parameters)  # type: ignore[no-any-return]
+    return operator("sample_tokens", logits)(logits, parameters)  # type: ignore[no-any-return]
 
 
 def most_probable(logits: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -42,9 +36,9 @@ def most_probable(logits: torch.Tensor) -> tuple[torch.Tensor, bool]:
     logits: float32 [rows, vocab], contiguous along a row, on the host. A NaN is larger than all numbers. A sound logit
     is finite and not zero.
     """
-    is_eager = not torch.compiler.is_dynamo_compiling()
-    if is_eager and (found := most_probable_directly(logits)) is not None:
-        return found
+    library = compiled_for(logits)
+    if library is not None:
+        return library.most_probable(logits)  # type: ignore[no-any-return]
     rows = logits.numpy()
     token_ids = rows.argmax(axis=-1)
     chosen = rows[np.arange(len(rows)), token_ids]

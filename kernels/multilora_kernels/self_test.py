@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from multilora_kernels.comparisons import TOLERANCES, Comparison, OperatorShapes, comparisons
-from multilora_kernels.gpu_operators import serve_slower, slower_operators
-from multilora_kernels.slower_operators import SLOWER_OPERATORS
 
 __all__ = [
     "TOLERANCES",
@@ -55,42 +53,25 @@ class CheckedOperator:
 
 
 class OperatorFault(Exception):
-    """An operator gives wrong results on this device, and nothing may serve in its place."""
+    """An operator gives wrong results on this device."""
 
 
 def self_test(
     shapes: OperatorShapes,
     device: torch.device,
-    allow_slower: bool = False,
     on_comparison: OnComparison = lambda done, total, operator: None,
-) -> tuple[int, list[CheckedOperator]]:
-    """Compare every operator. Returns how many comparisons there are, and those that were wrong at first.
+) -> int:
+    """Compare every operator with its reference. Returns how many comparisons there are.
 
-    allow_slower: an operator that is wrong is served by its slower path from then on, in this process, and everything
-    is compared again. Raises OperatorFault, which names the first operator that is wrong, and its shapes; also where an
-    operator is served so already, and is not to be.
+    Raises OperatorFault, which names the first operator that is wrong, and its shapes.
     """
-    if slower_operators() and not allow_slower:
-        raise OperatorFault(f"slower paths serve in this process already, of {', '.join(slower_operators())}")
     planned = comparisons(shapes)
-    replaced: list[CheckedOperator] = []
     for number, comparison in enumerate(planned):
         on_comparison(number, len(planned), comparison.operator)
         checked = _checked(comparison, device, number)
         if not checked.is_right:
-            if not allow_slower or comparison.operator in slower_operators():
-                raise _fault(device, checked)
-            serve_slower(comparison.operator, SLOWER_OPERATORS[comparison.operator])
-            replaced.append(checked)
-            if not (again := _checked(comparison, device, number)).is_right:
-                raise _fault(device, checked, f"; its slower path, too: {again}")
-    if replaced:
-        # All once more: of the replaced ones the earlier shapes, and what is made of them.
-        for number, comparison in enumerate(planned):
-            on_comparison(number, len(planned), comparison.operator)
-            if not (checked := _checked(comparison, device, number)).is_right:
-                raise _fault(device, checked, f", behind the slower path of {', '.join(slower_operators())}")
-    return len(planned), replaced
+            raise OperatorFault(f"the self-test on {device_name(device)} failed: {checked}")
+    return len(planned)
 
 
 def checked_operators(
@@ -128,7 +109,3 @@ def _error(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> fl
     errors = (actual.double() - expected.double()).abs() / (tolerance * (1 + expected.double().abs()))
     largest = float(errors.max())
     return float("inf") if largest != largest else largest
-
-
-def _fault(device: torch.device, checked: CheckedOperator, more: str = "") -> OperatorFault:
-    return OperatorFault(f"the self-test on {device_name(device)} failed: {checked}{more}")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from multilora_kernels import operators
-from multilora_kernels.dispatch import load_operators
+from multilora_kernels.dispatch import operator
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
 
@@ -22,5 +21,4 @@ def lora_shrink(
     linear share it. Returns v: [num_parts, num_slices, num_tokens, max_rank], float32; `lora_expand` adds the parts, of
     which the CPU has one and a GPU as many as fill it.
     """
-    load_operators(x)
-    return operators.call_shrink(x, tables, first_slice, num_slices, segments)
+    return operator("lora_shrink", x)(x, tables, first_slice, num_slices, segments)  # type: ignore[no-any-return]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from multilora_kernels import step_inputs_reference
-from multilora_kernels.gpu_operators import gpu_operator
-from multilora_kernels.interpreter import has_gpu_operators
+from multilora_kernels.dispatch import operator
 from multilora_kernels.step_inputs_reference import StepInputs
 
 __all__ = ["StepInputs", "fill_step_inputs"]
@@ -16,7 +14,4 @@ def fill_step_inputs(graph: StepInputs, step: StepInputs, size: int, scratch_blo
     A row of padding is the token 0 of the base model at position 0, the only one of a sequence in the scratch block.
     Elements of `graph.logits_indices` behind the step's are 0: a graph may lack a row that an earlier step wanted.
     """
-    if has_gpu_operators(step.input_ids.device):
-        gpu_operator("fill_step_inputs")(graph, step, size, scratch_block, block_size)
-    else:
-        step_inputs_reference.fill_step_inputs(graph, step, size, scratch_block, block_size)
+    operator("fill_step_inputs", step.input_ids)(graph, step, size, scratch_block, block_size)

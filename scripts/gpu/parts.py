@@ -33,9 +33,7 @@ from gpu.machine import Machine, Row
 from gpu.report import ERROR_UNIT
 from gpu.tuning_parts import compile_candidates, tune
 from multilora_kernels import CodeType, add_rms_norm, reference
-from multilora_kernels.gpu_operators import serve_slower
 from multilora_kernels.self_test import CheckedOperator, OperatorShapes, checked_operators
-from multilora_kernels.slower_operators import SLOWER_OPERATORS
 from repository import REPOSITORY
 
 _TESTS = (
@@ -84,26 +82,13 @@ def small_self_test(machine: Machine) -> Iterator[Row]:
 
 
 def _self_test(machine: Machine, shapes_of: Callable[[Machine], Iterator[OperatorShapes]]) -> Iterator[Row]:
-    wrong: list[str] = []
+    num_wrong = 0
     for shapes in shapes_of(machine):
         for checked in checked_operators(shapes, machine.device, machine.process, machine.num_processes):
-            wrong += [checked.operator] * (not checked.is_right)
+            num_wrong += not checked.is_right
             yield _row_of(checked, checked.operator)
-    if wrong:
-        yield from _slower_paths(machine, shapes_of, sorted(set(wrong)))
-        raise SystemExit(f"{len(wrong)} comparisons are wrong")
-
-
-def _slower_paths(
-    machine: Machine, shapes_of: Callable[[Machine], Iterator[OperatorShapes]], operators: list[str]
-) -> Iterator[Row]:
-    """Whether allow_slow_operators=true would serve here. Behind all comparisons: kernels serve no more."""
-    for operator in operators:
-        serve_slower(operator, SLOWER_OPERATORS[operator])
-    for shapes in shapes_of(machine):
-        arguments = (shapes, machine.device, machine.process, machine.num_processes, operators)
-        for checked in checked_operators(*arguments):
-            yield _row_of(checked, f"{checked.operator}, by plain PyTorch")
+    if num_wrong:
+        raise SystemExit(f"{num_wrong} comparisons are wrong")
 
 
 def _row_of(checked: CheckedOperator, name: str) -> Row:

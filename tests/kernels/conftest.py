@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 import pytest
 import torch
 
 from multilora_kernels import (
+    AttentionOptions,
+    PagedSequences,
     add_layer_norm,
     add_rms_norm,
     gelu_tanh,
@@ -17,11 +20,11 @@ from multilora_kernels import (
     lora_apply,
     lora_expand,
     lora_shrink,
-    operators,
+    paged_attention,
+    rotary_attention,
     silu_mul,
 )
 from multilora_kernels.cpu.build import load_library
-from multilora_kernels.dispatch import load_operators
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -50,16 +53,14 @@ class Implementation:
     gelu_tanh: Callable[..., torch.Tensor] = gelu_tanh
 
 
-def _paged_attention(q: torch.Tensor, *fields: object) -> torch.Tensor:
-    load_operators(q)
-    result: torch.Tensor = operators.paged_attention(q, *fields)
-    return result
+def _paged_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *fields: Any) -> torch.Tensor:
+    return paged_attention(q, keys, values, PagedSequences(*fields[:6]), AttentionOptions(*fields[6:]))
 
 
-def _rotary_attention(qkv: torch.Tensor, *fields: object) -> torch.Tensor:
-    load_operators(qkv)
-    result: torch.Tensor = operators.rotary_attention(qkv, *fields)
-    return result
+def _rotary_attention(*arguments: Any) -> torch.Tensor:
+    step, fields, is_interleaved = arguments[:6], arguments[6:-1], arguments[-1]
+    options = AttentionOptions(*fields[6:])
+    return rotary_attention(*step, PagedSequences(*fields[:6]), options, is_interleaved)
 
 
 def _implementations() -> list[str]:

@@ -8,13 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 from support.attention_cases import OPTIONS, SEQUENCES, SHAPES, TOLERANCE, Case, fields, make_case
-from torch import library
 
 from multilora_kernels import (
     AttentionOptions,
     PagedSequences,
-    has_paged_attention,
-    operators,
     paged_attention,
     reference,
 )
@@ -213,10 +210,3 @@ def test_a_block_outside_the_cache_is_refused_and_not_read():
     case.sequences.block_tables[1, 0] = 1 << 40
     with pytest.raises(RuntimeError, match="block 1099511627776 is none of"):
         run(case)
-
-
-def test_paged_attention_passes_the_checks_of_torch_for_custom_operators():
-    assert has_paged_attention(torch.device("cpu"))
-    for options in OPTIONS:
-        arguments = fields(make_case("odd head_dim", "prefill", options=options))
-        library.opcheck(operators.paged_attention, arguments, test_utils=("test_schema", "test_faketensor"))

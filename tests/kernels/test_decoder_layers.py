@@ -11,7 +11,6 @@ from itertools import chain
 import pytest
 import torch
 from support.attention_cases import make_case, make_rotary_step
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.synthetic_batches import LinearShape, random_tables
 from multilora_kernels import (
@@ -297,12 +296,3 @@ def test_what_an_operator_refuses_is_refused():
         layer.in_one_call((layer.step,), num_layers=2)
     with pytest.raises(RuntimeError, match=r"keys and values are \[2, slots, heads, head_dim\], not \[1, "):
         decoder_layers(layer.decoder(2), layer.steps(), layer.cache(1), layer.x, layer.update)
-
-
-def test_it_leaves_the_operators_to_whoever_must_see_them():
-    layer = Layer("odd head_dim", "decode")
-    with torch.profiler.profile():
-        assert layer.in_one_call() is None
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        layer.x = mode.from_tensor(layer.x)
-        assert layer.in_one_call() is None

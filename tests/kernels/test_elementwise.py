@@ -6,10 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.lora_cases import TOLERANCES
-from torch import library
 
-from multilora_kernels import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, operators, silu_mul
-from multilora_kernels.cpu import elementwise_directly
+from multilora_kernels import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, silu_mul
 
 EPS = 1e-5
 
@@ -102,26 +100,6 @@ def test_a_row_has_the_same_bits_whatever_other_rows_and_threads_there_are(size)
         torch.set_num_threads(n)
         assert all(torch.equal(a, b) for a, b in zip(together, rows(slice(None)), strict=True))
     torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("poisoned_memory")
-def test_elementwise_operators_pass_the_checks_of_torch_and_equal_the_way_past_the_dispatcher():
-    x, update, weight = (_random(*shape, dtype=torch.float32) for shape in ((5, 40), (5, 40), (40,)))
-    checks = ("test_schema", "test_faketensor")
-    for name, arguments in (
-        ("add_rms_norm", (x, update, weight, EPS)),
-        ("add_layer_norm", (x, update, weight, weight, EPS)),
-        ("add_layer_norm", (x, update, weight, None, EPS)),
-        ("silu_mul", (x,)),
-        ("gelu_tanh_mul", (x,)),
-        ("gelu_tanh", (x,)),
-    ):
-        operator, result = getattr(operators, name), elementwise_directly(name, *arguments)
-        assert result is not None
-        torch.testing.assert_close(operator(*arguments), result, rtol=0, atol=0)
-        library.opcheck(operator, arguments, test_utils=checks)
-        with torch.profiler.profile():
-            assert elementwise_directly(name, *arguments) is None
 
 
 def test_elementwise_rows_may_lie_apart():

@@ -74,7 +74,7 @@ def test_products_with_codes_on_a_device_are_those_of_float64(cases):
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param("lacks_one or slower_path or kind_of_step", id="short"),
+        pytest.param("lacks_one or plain_operators or load_tells or kind_of_step", id="short"),
         pytest.param("", id="all", marks=pytest.mark.long(reason="the interpreter takes seconds a case")),
     ],
 )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import library
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from multilora_kernels import (
     HugePages,
@@ -16,7 +14,7 @@ from multilora_kernels import (
     packed_embedding,
     packed_linear,
 )
-from multilora_kernels.cpu import packed_linear_directly, rounds_activations
+from multilora_kernels.cpu import rounds_activations
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -200,37 +198,3 @@ def test_what_does_not_fit_the_panels_is_refused():
             packed_linear(x, weight)
     with pytest.raises(RuntimeError, match="do not hold 7"):
         packed_linear(random_rows(2, 33), PackedWeight(weight.data, 7))
-
-
-def test_they_pass_the_checks_of_torch_for_custom_operators():
-    load_cpu_kernels()
-    weight = packed(random_weight(50, 33, torch.bfloat16))
-    tests = ("test_schema", "test_faketensor")
-    library.opcheck(torch.ops.multilora.packed_linear.default, (random_rows(3, 33), weight.data, 50), test_utils=tests)
-    ids = torch.tensor([1, 2])
-    library.opcheck(torch.ops.multilora.packed_embedding.default, (ids, weight.data, 50), test_utils=tests)
-
-
-def test_in_bfloat16_they_pass_the_same_checks():
-    weight, tests = packed(random_weight(50, 34, torch.bfloat16), torch.bfloat16), ("test_schema", "test_faketensor")
-    library.opcheck(torch.ops.multilora.packed_linear.default, (random_rows(3, 34), weight.data, 50), test_utils=tests)
-    ids = torch.tensor([1, 2])
-    library.opcheck(torch.ops.multilora.packed_embedding.default, (ids, weight.data, 50), test_utils=tests)
-
-
-def test_a_compiled_function_has_no_graph_break_and_the_same_result():
-    weight = packed(random_weight(50, 33, torch.float32))
-
-    def forward(ids: torch.Tensor) -> torch.Tensor:
-        return packed_linear(packed_embedding(ids, weight, torch.float32), weight) + 1
-
-    ids = torch.tensor([4, 4, 9])
-    assert torch.compile(forward, fullgraph=True, backend="aot_eager")(ids).equal(forward(ids))
-
-
-def test_it_takes_the_short_way_only_where_the_dispatcher_has_nothing_to_do():
-    weight, x = packed(random_weight(50, 33, torch.float32)), random_rows(3, 33)
-    assert packed_linear_directly(x, weight.data, 50) is not None
-    assert packed_linear_directly(x.clone().requires_grad_(), weight.data, 50) is None
-    with FakeTensorMode() as mode:
-        assert packed_linear_directly(mode.from_tensor(x), mode.from_tensor(weight.data), 50) is None

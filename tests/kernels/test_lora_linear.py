@@ -9,22 +9,17 @@ from contextlib import contextmanager
 import pytest
 import torch
 from support.lora_cases import CODES, FUSED, MIXED_RANKS, ODD, STORED, Case, make_case
-from torch import library
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.synthetic_batches import POPULARITIES, LinearShape
 from multilora_kernels import (
     HugePages,
     PackedWeight,
     linear,
-    load_cpu_kernels,
     lora_apply,
     lora_linear,
-    operators,
     packed_linear,
     reference,
 )
-from multilora_kernels.cpu import linear_directly
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -183,32 +178,3 @@ def test_what_does_not_fit_is_refused():
         fused(case, weight, torch.zeros(3))
     with pytest.raises(RuntimeError, match="do not hold 33"):
         lora_linear(case.x, weight, case.tables, 0, (33,), case.segments)
-
-
-def test_it_passes_the_checks_of_torch_for_custom_operators():
-    load_cpu_kernels()
-    case, weight = make_linear_case(), random_weight(FUSED)
-    fields = (*operators.table_fields(case.tables), *operators.segment_fields(case.segments))
-    arguments = (case.x, weight.data, 0, FUSED.slice_sizes, *fields, torch.ones(FUSED.out_features))
-    library.opcheck(torch.ops.multilora.lora_linear.default, arguments, test_utils=("test_schema", "test_faketensor"))
-
-
-def test_a_compiled_function_has_no_graph_break_and_the_same_result():
-    case, weight = make_linear_case(), random_weight(FUSED)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return lora_linear(x, weight, case.tables, 0, FUSED.slice_sizes, case.segments) + 1
-
-    assert torch.compile(forward, fullgraph=True, backend="aot_eager")(case.x).equal(forward(case.x))
-
-
-def test_it_takes_the_short_way_only_where_the_dispatcher_has_nothing_to_do():
-    case, weight = make_linear_case(), random_weight(FUSED)
-
-    def direct(x: torch.Tensor, panels: torch.Tensor) -> torch.Tensor | None:
-        return linear_directly(x, panels, case.tables, 0, FUSED.slice_sizes, case.segments, None)
-
-    assert direct(case.x, weight.data) is not None
-    assert direct(case.x.clone().requires_grad_(), weight.data) is None
-    with FakeTensorMode() as mode:
-        assert direct(mode.from_tensor(case.x), mode.from_tensor(weight.data)) is None

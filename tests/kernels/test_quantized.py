@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from support.lora_cases import MIXED_RANKS, ODD, make_case
-from torch import library
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.synthetic_batches import LinearShape
 from multilora_kernels import (
@@ -23,16 +21,14 @@ from multilora_kernels import (
     HugePages,
     PackedWeight,
     QuantizedWeight,
-    load_cpu_kernels,
     lora_apply,
-    operators,
     packed_linear,
     quantized,
     quantized_embedding,
     quantized_linear,
     quantized_lora_linear,
 )
-from multilora_kernels.cpu import capability, packed_linear_directly
+from multilora_kernels.cpu import capability, compiled_kernels
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -390,13 +386,12 @@ def test_with_adapters_the_bias_comes_last_and_plain_weights_are_multiplied_by_t
 
 
 def test_what_does_not_fit_the_panels_is_refused():
-    load_cpu_kernels()
     panels, x = Codes.random((50, 33, 8)).weight().panels, random_rows(2, 33)
-    multiply = operators.quantized_linear
+    multiply = compiled_kernels().packed_linear
     with pytest.raises(RuntimeError, match="x must be float32"):
-        multiply(random_rows(2, 32), *panels, 50)
+        multiply(random_rows(2, 32), panels, 50)
     with pytest.raises(RuntimeError, match="do not hold 7"):
-        multiply(x, *panels, 7)
+        multiply(x, panels, 7)
     for changed, message in (
         ({"codes": panels.codes.short()}, "codes are int32 words"),
         ({"codes": panels.codes.unsqueeze(-1).repeat(1, 1, 1, 1, 2)}, "codes must be contiguous"),
@@ -409,39 +404,4 @@ def test_what_does_not_fit_the_panels_is_refused():
         ({"digits": 4}, "this processor multiplies no int32 in groups of 8 with activations of 4 digits"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            multiply(x, *panels._replace(**changed), 50)
-
-
-@pytest.mark.parametrize("may_round", [False, True])
-def test_they_pass_the_checks_of_torch_for_custom_operators(may_round):
-    load_cpu_kernels()
-    case, tests = make_case("uniform", 3, ODD), ("test_schema", "test_faketensor")
-    out_features, in_features = ODD.out_features, ODD.in_features
-    weight = Codes.random((out_features, in_features, 8)).weight(may_round=may_round)
-    panels, x = weight.panels, torch.randn(3, in_features)
-    ops = torch.ops.multilora
-    library.opcheck(ops.quantized_linear.default, (x, *panels, out_features), test_utils=tests)
-    library.opcheck(ops.quantized_embedding.default, (torch.tensor([1, 2]), *panels, out_features), test_utils=tests)
-    fields = (*operators.table_fields(case.tables), *operators.segment_fields(case.segments))
-    arguments = (x, *panels, 0, ODD.slice_sizes, *fields, torch.ones(out_features))
-    library.opcheck(ops.quantized_lora_linear.default, arguments, test_utils=tests)
-
-
-def test_a_compiled_function_has_no_graph_break_and_the_same_result():
-    case, weight = make_case("uniform", 3, ODD), Codes.random((ODD.out_features, ODD.in_features, 8)).weight()
-
-    def forward(ids: torch.Tensor) -> torch.Tensor:
-        x = quantized_embedding(ids, weight, torch.float32)
-        y = quantized_lora_linear(x, weight, case.tables, 0, ODD.slice_sizes, case.segments)
-        return y + quantized_linear(x, weight)
-
-    ids = torch.tensor([4, 4, 9])
-    assert torch.compile(forward, fullgraph=True, backend="aot_eager")(ids).equal(forward(ids))
-
-
-def test_it_takes_the_short_way_only_where_the_dispatcher_has_nothing_to_do():
-    panels, x = Codes.random((50, 33, 8)).weight().panels, torch.randn(3, 33)
-    assert packed_linear_directly(x, panels, 50) is not None
-    assert packed_linear_directly(x.clone().requires_grad_(), panels, 50) is None
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        assert packed_linear_directly(mode.from_tensor(x), panels, 50) is None
+            multiply(x, panels._replace(**changed), 50)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from multilora_kernels import load_cpu_kernels, rotary_angles
-from multilora_kernels.cpu import rotary_angles_directly
 
 POSITIONS = [0, 1, 2, 777, 4096, 131_071, 1_048_576]
 LAST_BITS = 2.0**-23
@@ -58,4 +57,4 @@ def test_other_positions_and_frequencies_are_refused():
     positions, frequencies = torch.tensor(POSITIONS), _frequencies(8)
     for wrong in ((positions.int(), frequencies), (positions[None], frequencies), (positions, frequencies.double())):
         with pytest.raises(RuntimeError, match="positions must be int64"):
-            rotary_angles_directly(*wrong)
+            rotary_angles(*wrong)

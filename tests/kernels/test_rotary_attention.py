@@ -14,12 +14,10 @@ from support.attention_cases import (
     make_rotary_step,
     sequence_fields,
 )
-from torch import library
 from transformers.models.glm4 import modeling_glm4
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from multilora_kernels import operators, reference, rotary_attention
-from multilora_kernels.cpu import rotary_attention_directly
+from multilora_kernels import reference, rotary_attention
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -119,24 +117,3 @@ def test_a_slot_outside_the_cache_is_refused_and_not_written():
     step.slots[1] = len(step.keys)
     with pytest.raises(RuntimeError, match=f"slot {len(step.keys)} is none of {len(step.keys)}"):
         rotary_attention(*step.copied(), case.sequences)
-
-
-def test_rotary_attention_passes_the_checks_of_torch_for_custom_operators():
-    case = make_case("odd head_dim", "decode")
-    step = make_rotary_step(case)
-    arguments = (*(tensor.nan_to_num() for tensor in step.copied() if tensor.is_floating_point()), step.slots)
-    library.opcheck(
-        operators.rotary_attention,
-        (*arguments, *sequence_fields(case), True),
-        test_utils=("test_schema", "test_faketensor"),
-    )
-
-
-def test_the_operator_and_the_way_past_the_dispatcher_give_the_same_bits():
-    case = make_case(options="all")
-    step = make_rotary_step(case)
-    direct = rotary_attention_directly(*step.copied(), case.sequences, case.options, True)
-    assert direct is not None
-    assert torch.equal(operators.rotary_attention(*step.copied(), *sequence_fields(case), True), direct)
-    with torch.profiler.profile():
-        assert rotary_attention_directly(*step.copied(), case.sequences, case.options, True) is None

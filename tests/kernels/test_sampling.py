@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from support.logits import logits_of
 
 from multilora_kernels import SamplingRule, load_cpu_kernels, most_probable, sample_tokens
-from multilora_kernels.cpu import most_probable_directly
 
 TOLERANCE = 3e-5
 """Of probabilities before anything is left out: weights are float32."""
@@ -184,4 +183,4 @@ def test_numpy_finds_the_most_probable_tokens_where_nothing_is_compiled(monkeypa
 def test_logits_of_another_kind_are_refused():
     for logits in (torch.zeros(3), torch.zeros(2, 3).double(), torch.zeros(3, 2).T, torch.zeros(2, 0)):
         with pytest.raises(RuntimeError, match="logits must be float32"):
-            most_probable_directly(logits)
+            most_probable(logits)

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.synthetic_batches import POPULARITIES, choose_adapters
 from multilora_kernels import load_cpu_kernels, lora_segments
-from multilora_kernels.cpu import segments_directly
+from multilora_kernels.cpu import compiled_kernels
 from multilora_kernels.segments import reference_segments
 
 
@@ -73,7 +73,7 @@ def test_pytorch_gives_the_same_segments_where_nothing_is_compiled(monkeypatch):
 def test_mappings_of_another_kind_are_refused():
     for mapping in (torch.zeros(3), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(6, dtype=torch.int64)[::2]):
         with pytest.raises(RuntimeError, match="token_lora_mapping must be contiguous int32 or int64"):
-            segments_directly(mapping, max_loras=1, chunk_size=16, capacity=3)
+            compiled_kernels().lora_segments(mapping, 1, 16, 3)
 
 
 def test_an_adapter_that_has_no_row_in_the_tables_is_refused():

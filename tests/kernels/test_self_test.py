@@ -7,11 +7,11 @@ import re
 
 import pytest
 import torch
+from support.plain_operators import PLAIN_OPERATORS
 
-from multilora_kernels import CodeType, cuda, gpu_operators, reference, self_test
+from multilora_kernels import CodeType, cuda, reference, self_test
 from multilora_kernels.kv_rows import SCALE_BYTES, load_rows, quantize_rows
 from multilora_kernels.self_test import OperatorFault, OperatorShapes, checked_operators
-from multilora_kernels.slower_operators import SLOWER_OPERATORS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = OperatorShapes(
@@ -35,11 +35,6 @@ STORED = [{}, {"kv_dtype": torch.int8, "lora_dtype": torch.float8_e4m3fn}]
 """Changes to SHAPES: the KV cache and adapters as floats, or in codes."""
 ROOM = 0.3
 """A right operator's errors in attention, at most: on a device that we have not seen, other ones round differently."""
-
-
-@pytest.fixture(autouse=True)
-def kernels_serve(monkeypatch):
-    monkeypatch.setattr(gpu_operators, "_slower", {})
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -128,7 +123,7 @@ def _stores(change):
         def attend(qkv, cos, sin, keys, values, slots, *fields):
             q = reference.rotate_and_store(qkv, cos, sin, keys, values, slots, fields[-1])
             change(keys, slots)
-            return SLOWER_OPERATORS["paged_attention"](q, keys, values, *fields[:-1])
+            return reference.paged_attention(q, keys, values, *fields[:-1])
 
         return attend
 
@@ -212,33 +207,9 @@ def test_a_fault_in_one_kind_of_step_is_found(monkeypatch, operator, broken, sha
     assert all(re.search(shapes, one.shapes) for one in wrong)
 
 
-@pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_operator_has_a_slower_path_that_is_right(monkeypatch, dtype, stored):
-    assert set(SLOWER_OPERATORS) == set(cuda.__all__)
-    for name, function in SLOWER_OPERATORS.items():
-        monkeypatch.delattr(cuda, name)
-        gpu_operators.serve_slower(name, function)
-    shapes = dataclasses.replace(SHAPES, dtype=dtype, **stored)
-    assert [str(one) for one in checked_operators(shapes, DEVICE) if not one.is_right] == []
-
-
-@pytest.mark.parametrize("kv_dtype", [torch.int8, None])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_slower_path_of_attention_in_large_shapes_is_right_with_room(dtype, kv_dtype):
-    """Few keys and many values: some of these, rotated, are near the middle of two codes."""
-    gpu_operators.serve_slower("rotary_attention", SLOWER_OPERATORS["rotary_attention"])
-    large = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "contexts": (1, 17, 90), "num_rows": 37}
-    rotations = ((128, False), (64, True))
-    shapes = dataclasses.replace(SHAPES, **large, dtype=dtype, kv_dtype=kv_dtype, rotations=rotations)
-    checked = list(checked_operators(shapes, DEVICE, operators={"rotary_attention"}))
-    assert len(checked) == 14
-    assert [str(one) for one in checked if one.error > ROOM] == []
-
-
 def _kernels_are_right(monkeypatch):
     """Plain functions in the place of kernels, which take the interpreter long."""
-    for name, function in SLOWER_OPERATORS.items():
+    for name, function in PLAIN_OPERATORS.items():
         monkeypatch.setattr(cuda, name, function)
 
 
@@ -246,42 +217,22 @@ def _raises(*_):
     raise RuntimeError("no kernel image is available")
 
 
-def test_a_slower_path_serves_where_it_is_allowed_and_everything_is_compared_again(monkeypatch):
+def test_the_load_tells_each_comparison_and_stops_at_an_operator_that_raises(monkeypatch):
     _kernels_are_right(monkeypatch)
-    monkeypatch.setattr(cuda, "lora_shrink", _raises)
     seen = []
-    num_comparisons, replaced = self_test.self_test(SHAPES, DEVICE, True, lambda *step: seen.append(step))
-    assert [one.operator for one in replaced] == ["lora_shrink"]
-    assert "72 inputs" in str(replaced[0])
-    assert str(replaced[0]).endswith(": RuntimeError: no kernel image is available")
-    assert gpu_operators.slower_operators() == ["lora_shrink"]
-    assert [step[:2] for step in seen] == [(n, num_comparisons) for n in range(num_comparisons)] * 2
+    num_comparisons = self_test.self_test(SHAPES, DEVICE, lambda *step: seen.append(step))
+    assert [step[:2] for step in seen] == [(n, num_comparisons) for n in range(num_comparisons)]
     assert seen[0][2] == "lora_shrink"
-    assert self_test.self_test(SHAPES, DEVICE, True) == (num_comparisons, [])
-    with pytest.raises(OperatorFault, match="slower paths serve in this process already, of lora_shrink"):
+    monkeypatch.setattr(cuda, "lora_shrink", _raises)
+    with pytest.raises(OperatorFault, match=r"lora_shrink of .*72 inputs.*: RuntimeError: no kernel image is"):
         self_test.self_test(SHAPES, DEVICE)
 
 
-def test_an_operator_whose_slower_path_is_wrong_too_stops_the_load(monkeypatch):
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_plain_operators_pass_the_comparisons(monkeypatch, dtype, stored):
+    """They stand for kernels in tests of the engine."""
+    assert set(PLAIN_OPERATORS) == set(cuda.__all__)
     _kernels_are_right(monkeypatch)
-    monkeypatch.setattr(cuda, "gelu_tanh", _raises)
-    monkeypatch.setitem(SLOWER_OPERATORS, "gelu_tanh", torch.relu)
-    message = (
-        r"gelu_tanh of \[9, 72\].*no kernel image is available; its slower path, too: gelu_tanh of .*largest error"
-    )
-    with pytest.raises(OperatorFault, match=message):
-        self_test.self_test(SHAPES, DEVICE, True)
-
-
-def test_an_operator_that_only_a_later_slower_path_breaks_stops_the_load(monkeypatch):
-    """What passed beside another's kernel is compared beside its slower path, too."""
-    _kernels_are_right(monkeypatch)
-    right = cuda.silu_mul
-
-    def silu_mul(gate_up):
-        return right(gate_up) + bool(gpu_operators.slower_operators())
-
-    monkeypatch.setattr(cuda, "silu_mul", silu_mul)
-    monkeypatch.setattr(cuda, "sample_tokens", _raises)
-    with pytest.raises(OperatorFault, match=r"silu_mul of .*, behind the slower path of sample_tokens"):
-        self_test.self_test(SHAPES, DEVICE, True)
+    shapes = dataclasses.replace(SHAPES, dtype=dtype, **stored)
+    assert [str(one) for one in checked_operators(shapes, DEVICE) if not one.is_right] == []

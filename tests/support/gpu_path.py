@@ -22,9 +22,9 @@ from multilora_engine.engine.engine import Engine
 from multilora_engine.execution import transfer
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.sampling import sampler
-from multilora_kernels import cpu, cuda, gpu_operators, gpu_registration, interpreter, operators
-from multilora_kernels.slower_operators import SLOWER_OPERATORS
+from multilora_kernels import cpu, cuda, interpreter
 from support.adapters import wire_adapter
+from support.plain_operators import PLAIN_OPERATORS
 
 NUM_LAYERS = 2
 _RANKS = (3, 8)
@@ -45,19 +45,15 @@ class FakeDevice(TorchDispatchMode):
     compiled. copies: between host and device, and the host's waits, those inside operators of torch among them.
     """
 
-    def __init__(self, implementations: dict[str, Callable[..., Any]]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.launches: Counter[str] = Counter()
         self.variants: set[tuple[Any, ...]] = set()
         self.copies: Counter[str] = Counter()
-        self._implementations = implementations
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace == "multilora":
-            with self:
-                return self._implementations[func.name()](*args, **kwargs or {})
         result = func(*args, **kwargs or {})
         if func.name().partition(".")[0] in _WAITING:
             self.copies["wait"] += 1
@@ -99,22 +95,14 @@ class FakeDevice(TorchDispatchMode):
 def make_device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     """Without compiled CPU kernels in this process while the test runs. It serves from `serve` on."""
     monkeypatch.setattr(cpu, "_library", functools.cache(lambda: None))
-    implementations: dict[str, Callable[..., Any]] = {}
-    with monkeypatch.context() as patch:
-        patch.setattr(operators.library, "impl", lambda name, key, function: implementations.update({name: function}))
-        gpu_registration.register_gpu_operators.__wrapped__("CPU")
-    return FakeDevice(implementations)
+    return FakeDevice()
 
 
 def kernels_by_plain_torch(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    """A device whose kernels plain functions stand for, so that it computes rightly; CPU tensors are on it from now on.
-
-    No slower path serves in this process while the test runs, but those that it puts there.
-    """
+    """A device whose kernels plain functions stand for, so that it computes rightly. CPU tensors are on it."""
     device = make_device(monkeypatch)
     monkeypatch.setattr(interpreter, "IS_INTERPRETED", True)
-    monkeypatch.setattr(gpu_operators, "_slower", {})
-    for name, function in SLOWER_OPERATORS.items():
+    for name, function in PLAIN_OPERATORS.items():
         monkeypatch.setattr(cuda, name, function)
     return device
 

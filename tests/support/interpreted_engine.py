@@ -1,7 +1,6 @@
 """Answers of a tiny engine on CPU tensors, by whatever operators serve them in this process.
 
-`python -m support.interpreted_engine MODEL TOKENIZER` prints them as JSON, of asynchronous steps; with the name of an
-operator of `multilora_kernels.cuda` behind these, those of an engine that may serve without its kernel, which fails.
+`python -m support.interpreted_engine MODEL TOKENIZER` prints them as JSON, of asynchronous steps.
 """
 
 from __future__ import annotations
@@ -65,18 +64,8 @@ def answer(engine: Engine) -> dict[str, list[int]]:
     return {name: answer.token_ids for name, answer in answers.items()}
 
 
-def main(model: str, tokenizer: str, broken: str = "") -> None:
-    """broken: the operator whose kernel fails."""
-    if broken:
-        # Imported here: Triton is to be imported with its interpreter's variables only.
-        from multilora_kernels import cuda
-
-        def fail(*_: object, **__: object) -> None:
-            raise RuntimeError("no kernel image is available")
-
-        setattr(cuda, broken, fail)
-    engine = make_engine(Path(model), Path(tokenizer), enable_async_scheduling=True, allow_slow_operators=bool(broken))
-    assert engine.stats.slow_operators == [broken] * bool(broken)
+def main(model: str, tokenizer: str) -> None:
+    engine = make_engine(Path(model), Path(tokenizer), enable_async_scheduling=True)
     sys.stdout.write(json.dumps(answer(engine)))
 
 

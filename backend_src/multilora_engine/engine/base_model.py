@@ -46,7 +46,7 @@ _logger = logging.getLogger(__name__)
 class BaseModel:
     """The model with its weights, its tokenizer, the layout of adapters for it, and the plan of the memory left.
 
-    dtype: of the model's computations. slow_operators: that plain PyTorch serves in the place of a GPU's kernels.
+    dtype: of the model's computations.
     """
 
     model: Model
@@ -57,7 +57,6 @@ class BaseModel:
     tokenizer_path: Path
     layout: AdapterLayout
     plan: MemoryPlan
-    slow_operators: list[str]
 
 
 def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None] | None) -> BaseModel:
@@ -87,13 +86,13 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     layout = adapter_layout(sites, config.lora.max_lora_rank, lora_dtype, ruled_out, fingerprint)
     if layout.code_bits:
         load_cpu_kernels()  # The CPU's kernels quantise adapters as they arrive, for a GPU too.
-    slow_operators, step_bytes = [], 0
+    step_bytes = 0
     if has_gpu_operators(device):
         tables = TableRows(layout, torch.zeros(1, layout.page_bytes, dtype=torch.uint8, device=device), count=1).tables
         # Before any step, so that an operator that fails is named.
-        slow_operators = check_operators(model, tables, kv_dtype, config)
+        check_operators(model, tables, kv_dtype, config)
         if device.type == "cuda":
-            has_graphs = may_have_graphs(config, device, slow_operators)
+            has_graphs = may_have_graphs(config, device)
             trial = config.model_copy(update={"enable_cuda_graphs": has_graphs})
             with faults_named("a trial of the largest steps", device):
                 step_bytes = _measure_steps(model, trial, tables, kv_dtype)
@@ -102,7 +101,7 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
             torch.cuda.empty_cache()
     plan = plan_memory(config, model_config, layout, kv_dtype, device, step_bytes)
     model.limit_length(plan.max_model_len)
-    return BaseModel(model, model_config, dtype, device, tokenizer, tokenizer_path, layout, plan, slow_operators)
+    return BaseModel(model, model_config, dtype, device, tokenizer, tokenizer_path, layout, plan)
 
 
 def describe_engine(config: EngineConfig, base: BaseModel) -> EngineInfo:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -151,10 +151,9 @@ def build_model_runner(
     plan: MemoryPlan,
     device: torch.device,
     loras: LoRAManager,
-    slow_operators: Sequence[str],
 ) -> ModelRunner:
-    """slow_operators: that plain PyTorch serves on a GPU. Raises GraphFault."""
-    has_graphs = may_have_graphs(config, device, slow_operators)
+    """Raises GraphFault."""
+    has_graphs = may_have_graphs(config, device)
     group = only_group(model.kv_groups)
     num_slots = (plan.num_blocks + has_graphs) * config.block_size
     shape = group.cache_shape(num_slots, plan.kv_dtype)
@@ -174,9 +173,9 @@ def build_model_runner(
     return ModelRunner(model, kv_cache, config.block_size, loras, graphs, pieces, memory, counts)
 
 
-def may_have_graphs(config: EngineConfig, device: torch.device, slow_operators: Sequence[str]) -> bool:
-    """Whether steps are to be captured as CUDA graphs. slow_operators: as of `build_model_runner`; graphs hold none."""
-    return config.enable_cuda_graphs is not False and device.type == "cuda" and not slow_operators
+def may_have_graphs(config: EngineConfig, device: torch.device) -> bool:
+    """Whether steps are to be captured as CUDA graphs."""
+    return config.enable_cuda_graphs is not False and device.type == "cuda"
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -111,8 +111,7 @@ class Engine:
             self._pace,
             PromptWaits(config.max_prompt_wait_s),
         )
-        self._slow_operators = base.slow_operators
-        self._runner = build_model_runner(base.model, config, base.plan, base.device, self._loras, self._slow_operators)
+        self._runner = build_model_runner(base.model, config, base.plan, base.device, self._loras)
         self.weights = UnpackedWeights(base.model, int(config.unpacked_weights_memory_bytes))
         self.weights.start(config.unpacked_weight_patterns)
         self._runs_ahead = config.enable_async_scheduling is True
@@ -162,7 +161,6 @@ class Engine:
             prompt_waits=self._scheduler.prompt_waits,
             weights=self.weights.stats,
             num_cuda_graphs=self._runner.num_graphs,
-            slow_operators=self._slow_operators,
         )
 
     @property

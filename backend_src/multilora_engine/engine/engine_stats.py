@@ -49,10 +49,7 @@ class WeightStats:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A moment's numbers. Idle means: nothing waiting or running, all blocks free, no pins.
-
-    slow_operators: those that plain PyTorch serves in the place of a GPU's kernels, which failed the self-test.
-    """
+    """A moment's numbers. Idle means: nothing waiting or running, all blocks free, no pins."""
 
     num_waiting: int = 0
     num_running: int = 0
@@ -67,7 +64,6 @@ class EngineStats:
     prompt_waits: PromptWaitStats = field(default_factory=PromptWaitStats)
     weights: WeightStats = field(default_factory=WeightStats)
     num_cuda_graphs: int = 0
-    slow_operators: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -14,51 +14,22 @@ from contextlib import contextmanager
 import torch
 
 from multilora_engine.config import EngineConfig
-from multilora_engine.errors import ConfigError
 from multilora_engine.execution.start_progress import StartProgress
 from multilora_engine.models.model import Model
 from multilora_kernels import LoRATables
-from multilora_kernels.gpu_operators import slower_operators
 from multilora_kernels.self_test import OperatorFault, OperatorShapes, device_name, self_test
 
 _logger = logging.getLogger(__name__)
 
 
-def check_operators(model: Model, tables: LoRATables, kv_dtype: torch.dtype, config: EngineConfig) -> list[str]:
-    """Compare the operators with the reference on the tables' device. Returns those that plain PyTorch serves now.
-
-    Raises OperatorFault for one that is wrong and may not or cannot be served so, and ConfigError where CUDA graphs,
-    which cannot hold plain operators, are asked for.
-    """
+def check_operators(model: Model, tables: LoRATables, kv_dtype: torch.dtype, config: EngineConfig) -> None:
+    """Compare the operators with the reference on the tables' device. Raises OperatorFault for one that is wrong."""
     device, started = tables.arena.device, time.monotonic()
     shapes = operator_shapes(model, tables, config.block_size, kv_dtype)
-    try:
-        with StartProgress("self-test") as progress:
-            num_comparisons, replaced = self_test(shapes, device, config.allow_slow_operators, progress.note)
-    except OperatorFault as fault:
-        if config.allow_slow_operators:
-            raise
-        raise OperatorFault(
-            f"{fault}; allow_slow_operators=true would have plain PyTorch serve that operator, where it is right here"
-        ) from None
-    seconds, name = time.monotonic() - started, device_name(device)
-    for checked in replaced:
-        _logger.warning(
-            "the self-test on %s failed: %s; plain PyTorch serves this operator, which is slower, as "
-            "allow_slow_operators=true has it",
-            name,
-            checked,
-        )
-    slow = slower_operators()
-    if slow:
-        if config.enable_cuda_graphs is True:
-            raise ConfigError(
-                f"parameter enable_cuda_graphs=true: CUDA graphs cannot hold the operators that plain PyTorch serves "
-                f"here, {', '.join(slow)}; write enable_cuda_graphs=auto"
-            )
-        _logger.warning("steps are launched kernel by kernel: CUDA graphs cannot hold %s", ", ".join(slow))
-    _logger.info("self-test on %s: %d comparisons passed in %.1f s", name, num_comparisons, seconds)
-    return slow
+    with StartProgress("self-test") as progress:
+        num_comparisons = self_test(shapes, device, progress.note)
+    seconds = time.monotonic() - started
+    _logger.info("self-test on %s: %d comparisons passed in %.1f s", device_name(device), num_comparisons, seconds)
 
 
 @contextmanager

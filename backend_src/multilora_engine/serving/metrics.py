@@ -119,7 +119,6 @@ KV_CACHE_BLOCKS = _gauge("kv_cache_blocks", "Blocks of the KV cache")
 WEIGHT_BYTES = _gauge("weight_bytes", "Bytes of linears and embeddings as they were loaded")
 UNPACKED_WEIGHT_BYTES = _gauge("unpacked_weight_bytes", "Bytes of floats that are kept beside quantised weights")
 CUDA_GRAPHS = _gauge("cuda_graphs", "Sizes of steps that are replayed as CUDA graphs, 0 where none is")
-SLOW_OPERATORS = _gauge("slow_operators", "1 for a GPU operator that plain PyTorch serves: it failed the self-test")
 KV_CACHE_BYTES = _gauge("kv_cache_bytes", "Bytes of the KV cache")
 KV_CACHE_USAGE = _gauge("kv_cache_usage_ratio", "Share of the KV cache that requests in flight hold")
 PREEMPTIONS = _counter("preemptions", "Times that a request lost its KV cache to others and had to start again")
@@ -184,9 +183,6 @@ def _engine_samples(stats: EngineStats) -> Iterator[Sample]:
     yield Sample(WEIGHT_BYTES, (), stats.weights.packed_bytes)
     yield Sample(UNPACKED_WEIGHT_BYTES, (), stats.weights.unpacked_bytes)
     yield Sample(CUDA_GRAPHS, (), stats.num_cuda_graphs)
-    # 0 where there is none: a metric that healthy servers lack tells an alert nothing.
-    for operator, is_slow in (dict.fromkeys(stats.slow_operators, 1) or {"": 0}).items():
-        yield Sample(SLOW_OPERATORS, (("operator", operator),), is_slow)
     yield Sample(KV_CACHE_BYTES, (), stats.kv_cache_bytes)
     yield Sample(KV_CACHE_USAGE, (), 1 - stats.num_free_blocks / max(1, stats.num_blocks))
     yield Sample(PREEMPTIONS, (), stats.num_preemptions)

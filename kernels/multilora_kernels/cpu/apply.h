@@ -1,4 +1,4 @@
-// The operators' arguments as structs, and the operators of adapters (schemas: operators.py).
+// The operators' arguments as structs, and the operators of adapters.
 #pragma once
 
 #include <cstdint>

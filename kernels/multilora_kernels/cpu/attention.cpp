@@ -1,4 +1,4 @@
-// The operators paged_attention and rotary_attention (schemas: operators.py).
+// The operators paged_attention and rotary_attention.
 //
 // The single query of an answer is cut by ranges of keys, so that a long one uses all cores; queries of a prompt, one too, by
 // key-value head and block of queries. The cuts depend only on the sequence itself, and partial results are joined in the

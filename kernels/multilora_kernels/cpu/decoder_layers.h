@@ -1,4 +1,4 @@
-// Whole decoder layers, called from Python without the dispatcher (python.cpp).
+// Whole decoder layers, called from Python in one call (python.cpp).
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The operators of elementwise.py for CPU tensors (schemas: operators.py).
+// The operators of elementwise.py for CPU tensors.
 #include "elementwise.h"
 
 #include <algorithm>

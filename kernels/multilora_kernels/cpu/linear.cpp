@@ -1,4 +1,4 @@
-// The operators multilora::packed_linear and packed_embedding for CPU tensors (schemas: operators.py).
+// The operators packed_linear and packed_embedding for CPU tensors.
 #include "linear.h"
 
 #include <algorithm>

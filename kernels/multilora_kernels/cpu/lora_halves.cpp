@@ -1,4 +1,4 @@
-// The operators lora_shrink and lora_expand (schemas: operators.py), each half by itself.
+// The operators lora_shrink and lora_expand, each half by itself.
 #include <algorithm>
 
 #include "apply.h"

@@ -1,4 +1,4 @@
-// The operators lora_apply and lora_linear (schemas: operators.py): both halves of an update, and before them the base linear
+// The operators lora_apply and lora_linear: both halves of an update, and before them the base linear
 // where its weights are packed, in one parallel region.
 //
 // Threads compute the base linear, then ranks, and after all of these the update of the outputs. Each thread has adapters of

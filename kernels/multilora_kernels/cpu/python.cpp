@@ -1,6 +1,4 @@
-// The extension module: the operators as functions, each in two forms. Torch's dispatcher takes longer than the update of one
-// row, so Python calls the form of an operator's own name first: it does the work, or leaves it to the dispatcher, with nothing
-// done, by giving None. The dispatcher calls the form `dispatched_...` (registration.py), which does the work in any case.
+// The extension module: the operators as functions of plain CPU tensors, and what Python asks about this processor.
 #include <Python.h>
 
 #include <chrono>
@@ -91,7 +89,7 @@ PyObject* lora_expand(PyObject* const* arguments) {
   const auto slice_sizes = integers_of(arguments[4]);
   const Segments segments = segments_of(arguments[5]);
   without_gil([&] { lora_expand(v, y, first_slice, all_of(slice_sizes), tables, segments); });
-  return new_reference(Py_True);
+  return new_reference(Py_None);
 }
 
 // x, y, tables, first_slice, slice_sizes, segments
@@ -102,7 +100,7 @@ PyObject* lora_apply(PyObject* const* arguments) {
   const auto slice_sizes = integers_of(arguments[4]);
   const Segments segments = segments_of(arguments[5]);
   without_gil([&] { apply(x, y, first_slice, all_of(slice_sizes), tables, segments); });
-  return new_reference(Py_True);
+  return new_reference(Py_None);
 }
 
 // x, panels, tables, first_slice, slice_sizes, segments, bias
@@ -342,40 +340,10 @@ PyObject* always(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return guarded([&] { return call(function, arguments, count, expected); });
 }
 
-template <Function function, Py_ssize_t expected>
-PyObject* unless_unreadable(PyObject* const* arguments, Py_ssize_t count) {
-  try {
-    return call(function, arguments, count, expected);
-  } catch (const UnreadableError&) {
-    return new_reference(Py_None);
-  }
-}
-
-template <Function function, Py_ssize_t expected>
-PyObject* if_readable(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  return guarded([&] { return unless_unreadable<function, expected>(arguments, count); });
-}
-
-// first, second: the places of two tensors that tell whether the dispatcher is needed.
-template <Function function, Py_ssize_t expected, int first, int second>
-PyObject* unless_dispatched(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  return guarded([&] {
-    if (count == expected && needs_dispatcher(arguments[first], data_of_panels(arguments[second]))) {
-      return new_reference(Py_None);
-    }
-    return unless_unreadable<function, expected>(arguments, count);
-  });
-}
-
 using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
 
 PyMethodDef method(const char* name, FastCall function, const char* help) {
   return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, help};
-}
-
-template <Function function, Py_ssize_t expected, int first, int second>
-PyMethodDef direct(const char* name, const char* help) {
-  return method(name, unless_dispatched<function, expected, first, second>, help);
 }
 
 template <Function function, Py_ssize_t expected>
@@ -384,44 +352,30 @@ PyMethodDef plain(const char* name, const char* help) {
 }
 
 PyMethodDef methods[] = {
-    direct<lora_segments, 4, 0, 0>("lora_segments",
-                                   "(token_lora_mapping, max_loras, chunk_size, capacity) -> four fields or None"),
-    direct<lora_apply, 6, 0, 1>("lora_apply", "(x, y, tables, first_slice, slice_sizes, segments) -> True or None"),
-    direct<lora_linear, 7, 0, 1>("lora_linear", "(x, panels, tables, first_slice, slice_sizes, segments, bias) -> y or None"),
-    direct<packed_linear, 3, 0, 1>("packed_linear", "(x, panels, out_features) -> the product or None"),
-    direct<packed_embedding, 3, 0, 1>("packed_embedding", "(token_ids, panels, num_embeddings) -> the rows or None"),
-    direct<add_rms_norm, 4, 0, 1>("add_rms_norm", "(x, update, weight, eps) -> (normed, total) or None"),
-    direct<add_layer_norm, 5, 0, 1>("add_layer_norm", "(x, update, weight, bias, eps) -> (normed, total) or None"),
-    direct<activated<silu_mul>, 1, 0, 0>("silu_mul", "(gate_up) -> the product or None"),
-    direct<activated<gelu_tanh_mul>, 1, 0, 0>("gelu_tanh_mul", "(gate_up) -> the product or None"),
-    direct<activated<gelu_tanh>, 1, 0, 0>("gelu_tanh", "(x) -> the same shape or None"),
-    direct<rotary_attention, 9, 0, 3>(
-        "rotary_attention",
-        "(qkv, cos, sin, keys, values, slots, sequences, options, is_interleaved) -> the heads' outputs or None"),
-    method("read_decoder", if_readable<read_decoder, 2>, "(((layer, place of its step), ...), head) -> a decoder or None"),
-    direct<decoder_layers, 7, 5, 6>("decoder_layers",
-                                    "(decoder, steps, keys, values, on_layer, x, update) -> (x, update) or None"),
-    direct<decoder_logits, 7, 5, 5>("decoder_logits", "(decoder, steps, keys, values, on_layer, x, rows) -> logits or None"),
-    direct<sample_tokens, 2, 0, 1>("sample_tokens", "(logits, parameters) -> the token ids or None"),
-    direct<most_probable, 1, 0, 0>("most_probable", "(logits) -> (token ids, whether their logits are sound) or None"),
-    direct<rotary_angles, 2, 0, 1>("rotary_angles", "(positions, frequencies) -> (cos, sin) or None"),
-
-    plain<lora_shrink, 5>("dispatched_lora_shrink", "(x, tables, first_slice, num_slices, segments) -> v"),
-    plain<lora_expand, 6>("dispatched_lora_expand", "(v, y, tables, first_slice, slice_sizes, segments) -> True"),
-    plain<lora_apply, 6>("dispatched_lora_apply", "(x, y, tables, first_slice, slice_sizes, segments) -> True"),
-    plain<lora_linear, 7>("dispatched_lora_linear", "(x, panels, tables, first_slice, slice_sizes, segments, bias) -> y"),
-    plain<packed_linear, 3>("dispatched_packed_linear", "(x, panels, out_features) -> the product"),
-    plain<packed_embedding, 3>("dispatched_packed_embedding", "(token_ids, panels, num_embeddings) -> the rows"),
-    plain<add_rms_norm, 4>("dispatched_add_rms_norm", "(x, update, weight, eps) -> (normed, total)"),
-    plain<add_layer_norm, 5>("dispatched_add_layer_norm", "(x, update, weight, bias, eps) -> (normed, total)"),
-    plain<activated<silu_mul>, 1>("dispatched_silu_mul", "(gate_up) -> the product"),
-    plain<activated<gelu_tanh_mul>, 1>("dispatched_gelu_tanh_mul", "(gate_up) -> the product"),
-    plain<activated<gelu_tanh>, 1>("dispatched_gelu_tanh", "(x) -> the same shape"),
-    plain<paged_attention, 5>("dispatched_paged_attention", "(q, keys, values, sequences, options) -> the heads' outputs"),
+    plain<lora_segments, 4>("lora_segments",
+                                   "(token_lora_mapping, max_loras, chunk_size, capacity) -> four fields"),
+    plain<lora_shrink, 5>("lora_shrink", "(x, tables, first_slice, num_slices, segments) -> v"),
+    plain<lora_expand, 6>("lora_expand", "(v, y, tables, first_slice, slice_sizes, segments) -> None"),
+    plain<lora_apply, 6>("lora_apply", "(x, y, tables, first_slice, slice_sizes, segments) -> None"),
+    plain<lora_linear, 7>("lora_linear", "(x, panels, tables, first_slice, slice_sizes, segments, bias) -> y"),
+    plain<packed_linear, 3>("packed_linear", "(x, panels, out_features) -> the product"),
+    plain<packed_embedding, 3>("packed_embedding", "(token_ids, panels, num_embeddings) -> the rows"),
+    plain<add_rms_norm, 4>("add_rms_norm", "(x, update, weight, eps) -> (normed, total)"),
+    plain<add_layer_norm, 5>("add_layer_norm", "(x, update, weight, bias, eps) -> (normed, total)"),
+    plain<activated<silu_mul>, 1>("silu_mul", "(gate_up) -> the product"),
+    plain<activated<gelu_tanh_mul>, 1>("gelu_tanh_mul", "(gate_up) -> the product"),
+    plain<activated<gelu_tanh>, 1>("gelu_tanh", "(x) -> the same shape"),
+    plain<paged_attention, 5>("paged_attention", "(q, keys, values, sequences, options) -> the heads' outputs"),
     plain<rotary_attention, 9>(
-        "dispatched_rotary_attention",
+        "rotary_attention",
         "(qkv, cos, sin, keys, values, slots, sequences, options, is_interleaved) -> the heads' outputs"),
-    plain<sample_tokens, 2>("dispatched_sample_tokens", "(logits, parameters) -> the token ids"),
+    plain<read_decoder, 2>("read_decoder", "(((layer, place of its step), ...), head) -> a decoder"),
+    plain<decoder_layers, 7>("decoder_layers",
+                                    "(decoder, steps, keys, values, on_layer, x, update) -> (x, update)"),
+    plain<decoder_logits, 7>("decoder_logits", "(decoder, steps, keys, values, on_layer, x, rows) -> logits"),
+    plain<sample_tokens, 2>("sample_tokens", "(logits, parameters) -> the token ids"),
+    plain<most_probable, 1>("most_probable", "(logits) -> (token ids, whether their logits are sound)"),
+    plain<rotary_angles, 2>("rotary_angles", "(positions, frequencies) -> (cos, sin)"),
 
     plain<quantized<quantize_lora_a>, 2>("quantize_lora_a", "(a, name of the arena's dtype) -> its codes"),
     plain<quantized<quantize_lora_b>, 2>("quantize_lora_b", "(b, name of the arena's dtype) -> its codes"),

@@ -152,10 +152,6 @@ DType dtype_of(PyObject* name) {
 
 Tensor optional_tensor_of(PyObject* object) { return object == Py_None ? Tensor() : tensor_of(object); }
 
-PyObject* data_of_panels(PyObject* object) {
-  return PyTuple_Check(object) && PyTuple_Size(object) > 0 ? PyTuple_GetItem(object, 0) : object;
-}
-
 Panels panels_of(PyObject* object) {
   if (!PyTuple_Check(object)) {
     return {tensor_of(object)};

@@ -25,8 +25,6 @@ DType dtype_of(PyObject* name);
 Tensor optional_tensor_of(PyObject* object);
 // A tensor, or QuantizedPanels.
 Panels panels_of(PyObject* object);
-// The first field of QuantizedPanels, or the object itself.
-PyObject* data_of_panels(PyObject* object);
 
 // These keep the last tuple, whose tensors must therefore stay as long as they are and where they are.
 Tables tables_of(PyObject* object);

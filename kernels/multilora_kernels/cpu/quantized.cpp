@@ -1,4 +1,4 @@
-// Weights of codes, and the operator quantized_embedding (schemas: operators.py). The linears quantized_linear and
+// Weights of codes, and the operator quantized_embedding. The linears quantized_linear and
 // quantized_lora_linear are the ones over floats (linear.cpp, lora_update.cpp) with other kernels.
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-// The operator sample_tokens (schemas: operators.py).
+// The operator sample_tokens.
 #include "sample_tokens.h"
 
 #include <algorithm>

@@ -11,9 +11,7 @@ namespace {
 struct Torch {
   const dlpack::Exchange* exchange;
   PyTypeObject* tensor;
-  PyObject *num_modes, *is_grad_enabled, *num_threads;  // functions
-  PyObject *profiler, *is_profiler_enabled;             // the fields of a module, and the name of one of them
-  PyObject* requires_grad;                              // a name
+  PyObject* num_threads;  // a function
 } torch;
 
 // A new reference to a.b.c, for as long as the process lives.
@@ -39,21 +37,6 @@ const dlpack::Exchange* exchange_of(PyObject* tensor_type) {
                   "this torch exchanges no tensors by version ", dlpack::kMajorVersion, " of DLPack");
   return exchange;
 }
-
-// Whether a function without arguments gives something else than False or 0.
-bool gives_true(PyObject* function) {
-  const Reference result(PyObject_CallNoArgs(function));
-  if (result.get() == Py_False) {
-    return false;
-  }
-  const int is_true = PyObject_IsTrue(result.get());
-  if (is_true < 0) {
-    throw PythonError();
-  }
-  return is_true;
-}
-
-bool requires_grad(PyObject* tensor) { return Reference(PyObject_GetAttr(tensor, torch.requires_grad)).get() == Py_True; }
 
 // Python's error, which is cleared, as a sentence.
 std::string message_of_python() {
@@ -91,14 +74,7 @@ void find_torch() {
   torch.tensor = reinterpret_cast<PyTypeObject*>(found("torch", {"Tensor"}));
   find_openmp();
   torch.exchange = exchange_of(reinterpret_cast<PyObject*>(torch.tensor));
-  torch.num_modes = found("torch", {"_C", "_len_torch_dispatch_stack"});
-  torch.is_grad_enabled = found("torch", {"is_grad_enabled"});
   torch.num_threads = found("torch", {"get_num_threads"});
-  torch.profiler = found("torch.autograd.profiler", {"__dict__"});
-  torch.is_profiler_enabled = Reference(PyUnicode_InternFromString("_is_profiler_enabled")).release();
-  torch.requires_grad = Reference(PyUnicode_InternFromString("requires_grad")).release();
-  MULTILORA_CHECK(PyDict_GetItemWithError(torch.profiler, torch.is_profiler_enabled),
-                  "torch does not tell whether it profiles");
 }
 
 Tensor tensor_of(PyObject* object) {
@@ -106,10 +82,10 @@ Tensor tensor_of(PyObject* object) {
                        "expected a tensor, not ", type_name_of(object));
   dlpack::View view;
   if (torch.exchange->view_of(object, &view) != 0) {
-    throw UnreadableError(message_of_python());
+    throw Error(message_of_python());
   }
   if (view.device_type != dlpack::kCpu) {
-    throw UnreadableError("expected a tensor on the CPU");
+    throw Error("expected a tensor on the CPU");
   }
   const auto dtype = static_cast<DType>(view.type_code << 8 | view.type_bits);
   return {static_cast<char*>(view.data) + view.byte_offset, dtype, view.num_dims, view.sizes, view.strides};
@@ -130,16 +106,6 @@ PyObject* to_python(const Tensor& tensor) {
     throw PythonError();
   }
   return static_cast<PyObject*>(object);
-}
-
-bool needs_dispatcher(PyObject* x, PyObject* y) {
-  if (Py_TYPE(x) != torch.tensor || Py_TYPE(y) != torch.tensor || gives_true(torch.num_modes)) {
-    return true;
-  }
-  if (gives_true(torch.is_grad_enabled) && (requires_grad(x) || requires_grad(y))) {
-    return true;
-  }
-  return PyDict_GetItemWithError(torch.profiler, torch.is_profiler_enabled) != Py_False;
 }
 
 void prepare_thread() {

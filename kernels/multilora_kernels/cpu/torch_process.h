@@ -14,11 +14,6 @@ namespace multilora {
 // Python's error is set.
 struct PythonError {};
 
-// A tensor whose elements this process cannot read: of a GPU, or a wrapper of functorch or of a compiler.
-struct UnreadableError : Error {
-  using Error::Error;
-};
-
 // An object that belongs to this variable. Raises PythonError for null, as Python's functions give it.
 class Reference {
  public:
@@ -43,15 +38,12 @@ void find_torch();
 // The name of the type of an object.
 std::string type_name_of(PyObject* object);
 
-// A view of a tensor on the CPU. Raises TypeError for another object and UnreadableError.
+// A view of a tensor on the CPU. Raises TypeError for another object, and Error for a tensor without elements here: of a GPU,
+// or a wrapper of functorch or of a compiler.
 Tensor tensor_of(PyObject* object);
 
 // A new torch.Tensor that shares the memory of a new tensor.
 PyObject* to_python(const Tensor& tensor);
-
-// Whether torch's dispatcher would do more for these arguments than call the CPU operator: for subclasses of tensors, under
-// dispatch modes, for autograd and the profiler. Wrappers without memory are left to `tensor_of`.
-bool needs_dispatcher(PyObject* x, PyObject* y);
 
 // Gives this thread torch's number of threads: torch does so itself only when it begins its first region on a thread.
 void prepare_thread();

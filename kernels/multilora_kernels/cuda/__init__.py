@@ -1,4 +1,4 @@
-"""The GPU operators in OpenAI Triton, and their tile sizes (`block_sizes.json`). `gpu_operators` says which serve."""
+"""The GPU operators in OpenAI Triton, and their tile sizes (`block_sizes.json`)."""
 
 from __future__ import annotations
 

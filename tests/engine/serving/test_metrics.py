@@ -86,15 +86,6 @@ def test_values_are_taken_from_the_report_with_their_labels() -> None:
     assert values["multilora_lora_requests_total", (("lora_task_id", "other"),)] == 9
 
 
-def test_each_operator_that_plain_torch_serves_has_a_metric_which_is_0_where_there_is_none() -> None:
-    for slow, values in (([], [("", 0)]), (["lora_shrink", "silu_mul"], [("lora_shrink", 1), ("silu_mul", 1)])):
-        load = LoadReport(EngineStats(slow_operators=slow), AdaptersInUse(), RequestStats())
-        report = StatsReport(no_adapters(), {}, Usage(), load)
-        found = [s for s in samples(report, "base") if s.metric.name == "multilora_slow_operators"]
-        assert [s.metric.kind for s in found] == ["GAUGE"] * len(values)
-        assert [(s.labels, s.value) for s in found] == [((("operator", name),), value) for name, value in values]
-
-
 def test_tenants_are_counted_by_name_and_the_rest_together() -> None:
     report = StatsReport(
         no_adapters(), {}, Usage(), an_idle_engine(), clients={"acme": Usage(2, 3, 4)}, other_clients=Usage(5, 6, 7)
