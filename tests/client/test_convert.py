@@ -191,6 +191,23 @@ def test_a_setting_is_served_as_peft_computes_it_or_refused_by_its_name(
         assert not torch.allclose(expected, model(tokens).logits, atol=1e-3)
 
 
+def test_an_adapter_of_another_model_than_the_base_is_refused(
+    tmp_path: Path, base: tuple[LlamaForCausalLM, Path], save_adapter: Callable[..., Any]
+) -> None:
+    other, checkpoint = save_adapter().directory, tmp_path / "base"
+    config = json.loads((base[1] / "config.json").read_text())
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(json.dumps(config | {"hidden_size": 40, "head_dim": 6}))
+    message = (
+        "not for base: model.layers.0.self_attn.q_proj has 24 inputs and 40 outputs there, 40 inputs and 24 outputs"
+    )
+    with pytest.raises(AdapterError, match=message):
+        convert_peft(other, base_model=checkpoint)
+    with pytest.raises(AdapterError, match=message):
+        load_adapter(other, base_model=checkpoint)
+    assert convert_peft(other, base_model=base[1]).origin == convert_peft(other).origin
+
+
 SERVED = {"task_type", "bias", "fan_in_fan_out", "velora_config", "eva_config", "ensure_weight_tying", "use_dora"}
 REFUSED = {"monteclora_config", "kasa_config", "arrow_config", "use_bdlora", "alora_invocation_tokens", "lora_bias"}
 

@@ -141,13 +141,7 @@ def _check_rows(config: list[list[int]], width: int, layout: AdapterLayout) -> l
 def _check_row(index: int, values: list[int], width: int, layout: AdapterLayout) -> _WireRow:
     where, rank = f"lora_config row {index}", values[2]
     module = _check_module(where, values[0], values[1], layout)
-    if rank <= 0:
-        raise InvalidRequest(f"{where}: Expected adapterSize to be > 0, it is {rank}")
-    if rank > layout.max_rank:
-        raise InvalidRequest(
-            f"{where}: Invalid low_rank ({rank}). low_rank must be <= max_lora_rank ({layout.max_rank}); "
-            f"{_rank_advice(rank)}"
-        )
+    check_rank(where, rank, layout)
     if len(values) == 4 and values[3] not in (0, 1):
         raise InvalidRequest(f"{where}: is_dora must be 0 or 1, it is {values[3]}")
     is_dora = len(values) == 4 and values[3] == 1
@@ -159,6 +153,17 @@ def _check_row(index: int, values: list[int], width: int, layout: AdapterLayout)
             f"[{module.out_size}, {rank}] here, {needed} values needed, the rows hold {width}. {_WRONG_MODEL}"
         )
     return row
+
+
+def check_rank(where: str, rank: int, layout: AdapterLayout) -> None:
+    """Raises InvalidRequest for a rank that this server does not accept. where: what has it."""
+    if rank <= 0:
+        raise InvalidRequest(f"{where}: Expected adapterSize to be > 0, it is {rank}")
+    if rank > layout.max_rank:
+        raise InvalidRequest(
+            f"{where}: Invalid low_rank ({rank}). low_rank must be <= max_lora_rank ({layout.max_rank}); "
+            f"{_rank_advice(rank)}"
+        )
 
 
 def _rank_advice(rank: int) -> str:

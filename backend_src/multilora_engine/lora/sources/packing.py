@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from multilora_client.convert import convert_peft
 from multilora_client.errors import AdapterError
 from multilora_client.peft_directory import check_peft_directory
 from multilora_engine.errors import InvalidRequest
-from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.format import check_rank, pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.preload import read_folder
 from multilora_engine.lora.sources.source import PEFT_FILES, LocalAdapter, Unusable, choose_files
@@ -50,7 +49,7 @@ def pack_directory(adapter: LocalAdapter, layout: AdapterLayout, base_model: Pat
         _check_patterns(adapter.directory / PEFT_FILES[0])
         shapes = _read_shapes(adapter.directory / PEFT_FILES[1], layout)
         check_peft_directory(adapter.directory, layout.sites, base_model.name)
-        _check_sizes(shapes, layout)
+        _check_ranks(shapes, layout)
         tensors = convert_peft(adapter.directory, base_model=base_model, sites=layout.sites)
         return pack_adapter(_weights(tensors), torch.from_numpy(tensors.config), layout)
     except (AdapterError, BrokenFiles, WrongBaseModel, InvalidRequest, OSError, ValueError) as error:
@@ -73,14 +72,14 @@ def _read_shapes(path: Path, layout: AdapterLayout) -> dict[str, tuple[int, ...]
     return shapes
 
 
-def _check_sizes(shapes: Mapping[str, tuple[int, ...]], layout: AdapterLayout) -> None:
-    """Check sizes before rows are laid out, all as wide as the widest: one of a huge rank could fill the memory."""
+def _check_ranks(shapes: Mapping[str, tuple[int, ...]], layout: AdapterLayout) -> None:
+    """Check ranks before rows are laid out, all as wide as the widest: one of a huge rank could fill the memory.
+
+    The other sides of the matrices are the model's by now. Raises InvalidRequest.
+    """
     for key, shape in shapes.items():
-        if math.prod(shape) > layout.largest_piece.num_values:
-            raise Unusable(
-                f"{key[:200]} has shape {list(shape)}, larger than any matrix of an adapter of this model with "
-                f"max_lora_rank {layout.max_rank}"
-            )
+        if key.endswith((".lora_A.weight", ".lora_B.weight")):
+            check_rank(key, shape[0 if ".lora_A." in key else 1], layout)
 
 
 def _check_patterns(path: Path) -> None:

@@ -79,6 +79,11 @@ def _too_large(folder: Path) -> None:
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
+def _uneven(folder: Path) -> None:
+    tensors = {_A_KEY: torch.zeros(4, 24), _A_KEY.replace("lora_A", "lora_B"): torch.zeros(40, 75)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
 def _another_model(folder: Path) -> None:
     """q of 40 inputs and 24 outputs has as many values as this model's, of 24 and 40."""
     tensors = {_A_KEY: torch.ones(4, 40), _A_KEY.replace("lora_A", "lora_B"): torch.ones(24, 4)}
@@ -100,7 +105,7 @@ def _too_many(folder: Path) -> None:
     ("damage", "reason"),
     [
         (_truncate, "adapter_model.safetensors is not a safetensors file"),
-        (_claim_4_gib, r"q_proj.lora_A.weight has shape \[1073741824, 24\], larger than any"),
+        (_claim_4_gib, r"q_proj.lora_A.weight: Invalid low_rank \(1073741824\).*; 256 is the most"),
         (_claim_a_long_header, "adapter_model.safetensors is not a safetensors file"),
         (_nest, "recursion"),
         (_not_a_number, "NaN"),
@@ -117,7 +122,8 @@ def _too_many(folder: Path) -> None:
         (lambda folder: _edit(folder, monteclora_config={"x": 1}), "adapter_config.json: monteclora_config is"),
         (lambda folder: _edit(folder, use_dora=True), "use_dora is True, but adapter_model.safetensors has no"),
         (_without_base, "self_attn.q_proj|mlp.down_proj|the base model"),
-        (_too_large, r"q_proj.lora_A.weight has shape \[75, 24\], larger than any matrix .* max_lora_rank 16"),
+        (_too_large, r"lora_A.weight: Invalid low_rank \(75\).*; start the server with --set max_lora_rank=75$"),
+        (_uneven, r"lora_B.weight: Invalid low_rank \(75\)"),
         (_too_many, "adapter_model.safetensors has 64 tensors, an adapter of this model has 63 at most"),
         (lambda folder: _edit(folder, r=17, rank_pattern={}), "rank (4|16), but adapter_config.json says 17"),
         (lambda folder: _edit(folder, rank_pattern={"(a+)+$": 4}), r"rank_pattern has the expression '\(a\+\)\+\$'"),
