@@ -341,7 +341,7 @@ def _check_targets(config: Mapping[str, Any], places: Sequence[_Place]) -> None:
         elif isinstance(targets, list) and place.peft_name not in targets and layers not in (None, []):
             if place.layer not in (layers if isinstance(layers, list) else [layers]):
                 left_out_by = "layers_to_transform"
-            elif patterns and "layers" not in ([patterns] if isinstance(patterns, str) else patterns):
+            elif patterns and "layers" not in (patterns if isinstance(patterns, list) else [patterns]):
                 left_out_by = "layers_pattern"
         if left_out_by:
             raise AdapterError(
@@ -515,7 +515,7 @@ def _module_setting(config: Mapping[str, Any], pattern_field: str, default_field
             break
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise AdapterError(f"{PEFT_CONFIG_FILE}: {default_field} of {module} is {value!r}, not a number")
-    if abs(value) > _LARGEST_SETTING:
+    if not abs(value) <= _LARGEST_SETTING:
         raise AdapterError(f"{PEFT_CONFIG_FILE}: {default_field} of {module} is beyond {_LARGEST_SETTING:g}")
     return value
 

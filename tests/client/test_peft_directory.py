@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
@@ -89,6 +91,7 @@ def test_a_sound_adapter_is_read_with_and_without_pefts_prefix(tmp_path: Path) -
         ({"rank_pattern": {"q_proj": 4}}, "has rank 2, but adapter_config.json says 4"),
         ({"r": None}, "r of model.layers.0.self_attn.q_proj is None"),
         ({"lora_alpha": "16"}, "lora_alpha of model.layers.0.self_attn.q_proj is '16'"),
+        ({"lora_alpha": float("nan")}, "lora_alpha of model.layers.0.self_attn.q_proj is beyond 1e"),
         ({"lora_alpha": 10**400}, "lora_alpha of model.layers.0.self_attn.q_proj is beyond 1e"),
         ({"rank_pattern": ["q_proj"]}, r"rank_pattern is \['q_proj'\], an object is expected"),
         ({"alpha_pattern": {"(": 4}}, r"alpha_pattern has the invalid pattern '\('"),
@@ -298,6 +301,34 @@ def test_modules_that_pefts_configuration_leaves_out_are_not_served(
             else:
                 with pytest.raises(AdapterError, match=f"which leaves out {module}, and"):
                     read_peft_directory(Path(folder))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | NAMES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES | st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@example(config={"target_modules": ["q_proj"], "layers_to_transform": 0, "layers_pattern": 5})
+@example(config={"target_modules": ["q_proj"], "layers_to_transform": {"0": 0}})
+@example(config={"rank_pattern": {"q_proj": [2]}})
+@example(config={"base_model_name_or_path": ["acme"], "bias": [], "init_lora_weights": {}})
+@given(config=st.dictionaries(st.sampled_from([*(field.name for field in fields(LoraConfig)), "tomorrow"]), JSON))
+def test_whatever_stands_in_the_configuration_is_read_or_refused(config: dict[str, Any]) -> None:
+    with TemporaryDirectory() as folder:
+        write(Path(folder), config)
+        with suppress(AdapterError):
+            assert read_peft_directory(Path(folder), SITES).modules
+
+
+@given(config=JSON)
+def test_whatever_is_in_the_place_of_the_configuration_is_read_or_refused(config: Any) -> None:
+    with TemporaryDirectory() as folder:
+        write(Path(folder))
+        (Path(folder) / "adapter_config.json").write_text(json.dumps(config))
+        with suppress(AdapterError):
+            assert read_peft_directory(Path(folder), SITES).modules
 
 
 @pytest.mark.parametrize(
