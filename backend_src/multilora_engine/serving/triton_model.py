@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 from multilora_engine.config import EngineConfig
+from multilora_engine.errors import ConfigError
 from multilora_engine.process.paths import ENGINE_MODULE, RELAY_MODULE, owned_socket_path, socket_path
 from multilora_engine.process.supervisor import EngineProcess, engine_command
 from multilora_engine.serving.engine_link import EngineLink
@@ -32,6 +33,8 @@ class GenerationModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Start the engine. Raises ConfigError, whose one line the operator sees."""
         prepare_stub(args["model_name"])
+        if not _is_decoupled(args):
+            raise ConfigError("generation streams its answers: write model_transaction_policy { decoupled: true }")
         parameters = _parameters(args)
         config = EngineConfig.from_parameters(parameters)
         if config.api_keys_file is not None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from google.protobuf import text_format
-from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
+from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInstanceGroup
 
 import multilora_engine
 from multilora_engine.config import EngineConfig, path_parameters, unknown_parameters
@@ -95,20 +95,56 @@ def check_configs(repository: Path, has_gpu: Callable[[], bool], environ: Mappin
     configs = {name: read_config(repository / name / CONFIG_NAME) for name in model_names(repository)}
     for name, config in configs.items():
         path = (repository / name / CONFIG_NAME).resolve()
+        if config.name not in ("", name):
+            raise ConfigError(f"{path}: name is {config.name}, and the folder's is {name}; leave name out")
+        program = config.default_model_filename or "model.py"
+        if config.backend == "python" and not any((repository / name).glob(f"*/{program}")):
+            raise ConfigError(f"{path.parent} has no 1/{program}, the program of the model")
         if any(group.kind == ModelInstanceGroup.KIND_GPU for group in config.instance_group) and not has_gpu():
             raise ConfigError(f"{path}: KIND_GPU, and there is no GPU; write KIND_AUTO, or KIND_CPU")
         for step in config.ensemble_scheduling.step:
-            stepped = configs.get(step.model_name)
-            if stepped is not None and stepped.max_batch_size < config.max_batch_size:
+            if (model := configs.get(step.model_name)) is None:
+                raise ConfigError(f"{path}: {step.model_name} is a step, and there is no such model")
+            if model.max_batch_size < config.max_batch_size:
                 raise ConfigError(
-                    f"{step.model_name}/{CONFIG_NAME}: max_batch_size is {stepped.max_batch_size}, and "
+                    f"{step.model_name}/{CONFIG_NAME}: max_batch_size is {model.max_batch_size}, and "
                     f"{config.max_batch_size} in {name}/{CONFIG_NAME}, of which the model is a step; write the same "
                     f"number in all of {', '.join(configs)}"
                 )
+        _check_tensors(name, config, configs)
     engine = configs.get(ENGINE_MODEL)
     if engine is not None and "model_path" in engine.parameters:
         values = {name: parameter.string_value for name, parameter in engine.parameters.items()}
         EngineConfig.from_parameters(values, environ)
+
+
+def _check_tensors(name: str, ensemble: ModelConfig, configs: Mapping[str, ModelConfig]) -> None:
+    """Raises ConfigError where an ensemble and its steps do not have the same tensors, of the same types."""
+    types: dict[str, tuple[str, int]] = {}
+
+    def note(tensor: str, model: str, data_type: int) -> None:
+        other, known = types.setdefault(tensor, (model, data_type))
+        if data_type != known:
+            raise ConfigError(
+                f"{name}/{CONFIG_NAME}: tensor {tensor} is {DataType.Name(known)} in {other}, and "
+                f"{DataType.Name(data_type)} in {model}"
+            )
+
+    for own in (*ensemble.input, *ensemble.output):
+        note(own.name, name, own.data_type)
+    for step in ensemble.ensemble_scheduling.step:
+        model = configs[step.model_name]
+        for kind, tensors, mapped in (
+            ("input", model.input, step.input_map),
+            ("output", model.output, step.output_map),
+        ):
+            types_of = {tensor.name: tensor.data_type for tensor in tensors}
+            for key, value in sorted(mapped.items()):
+                if key not in types_of:
+                    raise ConfigError(
+                        f"{name}/{CONFIG_NAME}: its step has an {kind} {key}, and {step.model_name}/{CONFIG_NAME} none"
+                    )
+                note(value, step.model_name, types_of[key])
 
 
 def _mistake(text: str) -> str:

@@ -15,6 +15,7 @@ from multilora_engine.tritonserver.repository import (
     with_absolute_paths,
     write_overridden,
 )
+from multilora_engine.tritonserver.upstream_models import UpstreamModels, add_upstream_models
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -87,9 +88,12 @@ def test_a_config_that_is_no_text_is_refused(repository: Path) -> None:
         check(repository)
 
 
-def test_our_own_repository_is_fine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("upstream_models", UpstreamModels)
+def test_our_own_repository_is_fine(tmp_path: Path, upstream_models: UpstreamModels) -> None:
     (tmp_path / "config.json").write_text("{}")
-    check(REPOSITORY / "model_repository", {"MULTILORA_MODEL": str(tmp_path)})
+    linked = write_overridden(REPOSITORY / "model_repository", {"max_loras": "4"}, tmp_path / "linked")
+    add_upstream_models(linked, upstream_models)
+    check(linked, {"MULTILORA_MODEL": str(tmp_path)})
 
 
 @pytest.mark.parametrize("size", [0, 8])
@@ -104,11 +108,59 @@ def test_a_batch_size_that_ensembles_do_not_have_is_refused(tmp_path: Path, mode
         check(repository)
 
 
+@pytest.mark.parametrize(
+    ("model", "text", "changed", "message"),
+    [
+        (
+            "generation",
+            '{ name: "seed"  data_type: TYPE_UINT64  dims: [ 1 ]  optional: true },',
+            "",
+            r"ensemble/config\.pbtxt: its step has an input seed, and generation/config\.pbtxt none",
+        ),
+        (
+            "generation",
+            '{ name: "seed"  data_type: TYPE_UINT64',
+            '{ name: "seed"  data_type: TYPE_INT32',
+            "ensemble/.*: tensor seed is TYPE_UINT64 in ensemble, and TYPE_INT32 in generation",
+        ),
+        (
+            "ensemble",
+            'model_name: "generation"',
+            'model_name: "generaton"',
+            "generaton is a step, and there is no such",
+        ),
+    ],
+)
+def test_tensors_that_an_ensemble_has_otherwise_than_its_steps_are_refused(
+    tmp_path: Path, model: str, text: str, changed: str, message: str
+) -> None:
+    repository = shutil.copytree(REPOSITORY / "model_repository", tmp_path / "repository")
+    config = repository / model / "config.pbtxt"
+    assert text in config.read_text()
+    config.write_text(config.read_text().replace(text, changed))
+    with pytest.raises(ConfigError, match=message):
+        check(repository)
+
+
 def test_a_gpu_that_is_not_there_is_refused(repository: Path) -> None:
     config = repository / "generation" / "config.pbtxt"
     config.write_text('backend: "python"\ninstance_group [ { kind: KIND_GPU } ]')
     check(repository, has_gpu=True)
     with pytest.raises(ConfigError, match=rf"^{config}: KIND_GPU, and there is no GPU; write KIND_AUTO"):
+        check(repository)
+
+
+def test_a_model_under_another_name_or_without_its_program_is_refused(repository: Path) -> None:
+    folder = repository / "generation"
+    (folder / "config.pbtxt").write_text('name: "generaton"\nbackend: "python"')
+    with pytest.raises(
+        ConfigError, match=rf"^{folder}/config\.pbtxt: name is generaton, and the folder's is generation"
+    ):
+        check(repository)
+    (folder / "config.pbtxt").write_text('name: "generation"\nbackend: "python"')
+    check(repository)
+    (folder / "1" / "model.py").unlink()
+    with pytest.raises(ConfigError, match=rf"^{folder} has no 1/model\.py"):
         check(repository)
 
 
