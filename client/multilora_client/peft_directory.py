@@ -263,7 +263,7 @@ def describe_foreign(names: Collection[str]) -> str:
         )
     if ggufs := sorted(name for name in names if name.endswith(".gguf")):
         return f"{ggufs[0]} is llama.cpp's form; take the folder of PEFT that it was made from"
-    if MODEL_CONFIG_FILE in names and PEFT_CONFIG_FILE not in names:
+    if MODEL_CONFIG_FILE in names and not {PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE} & set(names):
         return (
             f"{MODEL_CONFIG_FILE} belongs to the checkpoint of a whole model, which is no adapter; "
             "multilora-serve --model serves it"
