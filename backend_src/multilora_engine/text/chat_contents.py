@@ -47,32 +47,64 @@ class _Unit:
     marks: list[str] = field(default_factory=list)
 
 
+@dataclass
+class _Lacks:
+    """What a prompt lacks. needed: why a request cannot go on without it, by the message. wanted: messages with a text
+    that a template may leave out.
+    """
+
+    needed: dict[int, str] = field(default_factory=dict)
+    wanted: set[int] = field(default_factory=set)
+
+    @property
+    def messages(self) -> set[int]:
+        return {*self.needed, *self.wanted}
+
+
 def fit_contents(messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> list[Message]:
     """The messages, with each content that the template does not take as it is in another form.
 
     render: fills the template in; raises InvalidRequest where it refuses. Raises InvalidRequest for a message that
-    reaches the prompt in no form, and for calls of tools that do not. Messages that the template refuses in every form
-    stay as they are.
+    reaches the prompt in no form, and for calls of tools that do not. A text beside calls may be left out, where the
+    template leaves it out in every form. Messages that are refused in every form are given as they are, or so that the
+    template says why.
     """
     forms = [_forms_of(message) for message in messages]
     fewest: dict[int, str] = {}
+    refused: list[Message] = []
     tried: set[Forms] = set()
     for chosen in _candidates(messages, forms):
+        fitted: list[Message] | None = None
         for _ in range(1 + _MAX_CHANGES):
             if chosen in tried:
                 break
             tried.add(chosen)
+            formed = [_formed(*each) for each in zip(messages, forms, chosen, strict=True)]
             try:
-                complaints = _complaints([_formed(*each) for each in zip(messages, forms, chosen, strict=True)], render)
-            except InvalidRequest:
+                lacks = _lacks(formed, render)
+            except InvalidRequest as error:
+                if _is_of_template(error):
+                    refused = refused or formed
                 break
-            if not complaints:
-                return [_formed(*each) for each in zip(messages, forms, chosen, strict=True)]
-            fewest = min(fewest or complaints, complaints, key=len)
-            chosen = tuple((form + (i in complaints)) % len(forms[i]) for i, form in enumerate(chosen))
+            if not lacks.needed:
+                fitted = fitted or formed
+                if not lacks.wanted:
+                    return formed
+            else:
+                fewest = min(fewest or lacks.needed, lacks.needed, key=len)
+            chosen = tuple((form + (i in lacks.messages)) % len(forms[i]) for i, form in enumerate(chosen))
+        if fitted is not None:
+            return fitted
     if fewest:
         raise InvalidRequest(next(iter(fewest.values())))
-    return list(messages)
+    return refused or list(messages)
+
+
+def _is_of_template(refusal: InvalidRequest) -> bool:
+    """Whether the template says by itself why it refuses a chat."""
+    from jinja2.exceptions import TemplateError  # only here, since it is not needed where no chat is refused
+
+    return type(refusal.__cause__) is TemplateError
 
 
 def _forms_of(message: Message) -> list[Any]:
@@ -96,8 +128,8 @@ def _is_text_part(part: Any) -> bool:
 
 def _candidates(messages: Sequence[Message], forms: Sequence[Sequence[Any]]) -> Iterator[Forms]:
     """What to begin with, the likeliest first. Where a template refuses a form, it does not tell for which message."""
-    texts = tuple(_first_of(str, each) for each in forms)
-    parts = tuple(_first_of(list, each) for each in forms)
+    texts = tuple(_text(each) for each in forms)
+    parts = tuple(_single_part(each) for each in forms)
     yield (0,) * len(messages)
     yield texts
     yield parts
@@ -107,26 +139,31 @@ def _candidates(messages: Sequence[Message], forms: Sequence[Sequence[Any]]) -> 
     )
 
 
-def _first_of(kind: type, forms: Sequence[Any]) -> int:
-    return next((i for i, content in enumerate(forms) if isinstance(content, kind)), 0)
+def _text(forms: Sequence[Any]) -> int:
+    return next((i for i, content in enumerate(forms) if isinstance(content, str)), 0)
+
+
+def _single_part(forms: Sequence[Any]) -> int:
+    return next((i for i, content in enumerate(forms) if isinstance(content, list) and len(content) == 1), 0)
 
 
 def _formed(message: Message, forms: Sequence[Any], form: int) -> Message:
     return {**message, "content": forms[form]} if form else message
 
 
-def _complaints(messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> dict[int, str]:
-    """What does not reach the prompt as a text, by the message. Raises InvalidRequest as `render`."""
+def _lacks(messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> _Lacks:
+    """Raises InvalidRequest as `render`."""
     marking = _Marking()
-    marked = [marking.message(i, message) for i, message in enumerate(messages)]
-    text = render(marked)
+    text = render([marking.message(i, message) for i, message in enumerate(messages)])
     found, quoted = marking.read(text)
-    complaints: dict[int, str] = {}
+    lacks = _Lacks()
     for i, unit in marking.units:
-        if (found.isdisjoint(unit.marks) and not unit.is_optional) or not quoted.isdisjoint(unit.marks):
+        if not quoted.isdisjoint(unit.marks) or (found.isdisjoint(unit.marks) and not unit.is_optional):
             place = " has no place for tools: it" if unit.of_tools else ""
-            complaints.setdefault(i, f"the model's chat template{place} leaves out {unit.name}")
-    return complaints
+            lacks.needed.setdefault(i, f"the model's chat template{place} leaves out {unit.name}")
+        elif found.isdisjoint(unit.marks):
+            lacks.wanted.add(i)
+    return lacks
 
 
 class _Marking:
@@ -172,7 +209,7 @@ class _Marking:
                 quoting = _QUOTING if _is_text_part(part) else _QUOTING_ANY_MEMBER
                 self._in_lists |= dict.fromkeys(unit.marks, quoting)
             return marked
-        if not isinstance(content, (str, dict)):
+        if not isinstance(content, (str, dict)) or (is_optional and not content):
             return content
         unit = _Unit(name, is_optional, of_tools)
         marked = self._texts(unit, content)

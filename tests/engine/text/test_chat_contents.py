@@ -38,9 +38,9 @@ for c in m.content %}{% if c.type == 'image' %}<image>{% elif c.type == 'text' %
 GEMMA = """{% if messages[0].role == 'system' %}{% if messages[0].content is string %}{% set prefix
 = messages[0].content + '\\n' %}{% else %}{% set prefix = messages[0].content[0]['text'] + '\\n'
 %}{% endif %}{% set rest = messages[1:] %}{% else %}{% set prefix = '' %}{% set rest = messages %}{%
-endif %}{% for m in rest %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles
-must alternate') }}{% endif %}<turn>{{ m.role }}\\n{{ prefix if loop.first else '' }}{% if m.content
-is string %}{{ m.content | trim }}{% else %}{% for item in m.content %}{% if item.type == 'text'
+endif %}{% for m in rest %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{
+raise_exception('roles must alternate') }}{% endif %}<turn>{{ m.role }}\\n{{ prefix if loop.first else '' }}{%
+if m.content is string %}{{ m.content | trim }}{% else %}{% for item in m.content %}{% if item.type == 'text'
 %}{{ item.text | trim }}{% endif %}{% endfor %}{% endif %}{% endfor %}"""
 
 MACRO = """{% macro write(content) %}{% for item in content %}{% if 'text' in item %}{{ item.text
@@ -61,6 +61,15 @@ REASONING = """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant
 TOOLS = """{% for m in messages %}{% if m.role == 'tool' %}<result>{{ m.content | tojson }}{% elif
 m.tool_calls %}{% for c in m.tool_calls %}<call>{{ c.function.name }} {{ c.function.arguments | tojson
 }}{% endfor %}{% else %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}"""
+
+BESIDE_CALLS = """{% for m in messages %}<|{{ m.role }}|>{{ m.content if m.content is string }}{% for c in
+m.tool_calls or [] %}<call>{{ c.function.name }}{% endfor %}{% endfor %}"""
+
+NO_TEXT_AFTER_PARTS = """{% for m in messages %}{% if m.role == 'user' %}[{% for c in m.content %}{{ c.text
+}}{% endfor %}]{% else %}{{ m.content[0].text + '' }}{% endif %}{% endfor %}"""
+
+ALTERNATING = """{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{
+raise_exception('roles must alternate') }}{% endif %}{{ '[' + m.content.strip() + ']' }}{% endfor %}"""
 
 TAKES_TEXT = {"text": TEXT, "added": ADDED, "strings": ONLY_STRINGS, "reasoning": REASONING, "tools": TOOLS}
 TAKES_PARTS = {"parts": PARTS, "guard": GUARD, "first part": FIRST_PART, "macro": MACRO}
@@ -140,6 +149,11 @@ class TestForms:
         assert expected == "Bebrief|user=Isthissafe?;assistant=Itis;user=Why?;"
         assert render(fit_contents(in_form(CHAT, forms), render)) == expected
 
+    def test_a_template_may_take_the_first_part_alone_and_refuse_texts(self) -> None:
+        render = renderer(NO_TEXT_AFTER_PARTS)
+        sent = in_form(CHAT[1:], ["text", "halves", "halves"])
+        assert render(fit_contents(sent, render)) == "[Isthissafe?]Itis[Why?]"
+
     @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
     @pytest.mark.parametrize("template", [TEXT, PARTS, MACRO, ONLY_STRINGS])
     def test_messages_of_every_role_reach_the_prompt(self, template: str, role: str) -> None:
@@ -178,8 +192,14 @@ class TestForms:
             assert counts[0] == counts[1] <= 3
 
     def test_the_errors_of_a_template_are_its_own(self) -> None:
-        messages = [CHAT[1], CHAT[1]]
-        assert fit_contents(messages, renderer(GEMMA)) == messages
+        for forms in (["text"] * 2, ["part"] * 2, ["halves", "text"]):
+            messages = in_form([CHAT[1], CHAT[1]], forms)
+            for template in (GEMMA, ALTERNATING):
+                render = renderer(template)
+                with pytest.raises(InvalidRequest, match="must alternate"):
+                    render(fit_contents(messages, render))
+        broken = [{"role": "user", "content": "x"}]
+        assert fit_contents(broken, renderer("{{ messages[0].missing.more }}")) == broken
 
 
 CALL = {"id": "1", "type": "function", "function": {"name": "sky", "arguments": {"city": "Kiel"}}}
@@ -227,6 +247,14 @@ class TestWhatIsLeftOut:
         template = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
         with pytest.raises(InvalidRequest, match=r"no place for tools: it leaves out message 1 \(role tool\)"):
             fit_contents([CHAT[1], {"role": "tool", "content": "rain"}], renderer(template))
+
+    def test_a_text_beside_calls_takes_the_form_that_the_template_knows(self) -> None:
+        render = renderer(BESIDE_CALLS)
+        for content in ("Let me see.", parts("Let me see."), parts("Let me ", "see."), parts("", "Let me see.")):
+            messages = [CHAT[1], {"role": "assistant", "content": content, "tool_calls": [CALL]}]
+            assert render(fit_contents(messages, render)).endswith("Let me see.<call>sky")
+        nothing = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+        assert fit_contents([nothing], render) == [nothing]
 
     def test_calls_and_results_that_have_one_pass(self) -> None:
         """The template leaves out the text beside a call, as published ones do."""
