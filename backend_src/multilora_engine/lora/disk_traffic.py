@@ -51,6 +51,8 @@ class DiskTraffic:
         self._on_event = on_event
         self._reads: dict[CachedAdapter, _Read] = {}
         self._ended: deque[CachedAdapter] = deque()
+        self._may_have_refused = False
+        self._is_closing = False
 
     @property
     def has_disk(self) -> bool:
@@ -162,6 +164,7 @@ class DiskTraffic:
                 chosen.append(adapter)
         for adapter in reversed(chosen):
             self.save(adapter)
+        self._is_closing = True
         self._disk.close()
 
     def check_integrity(self) -> None:
@@ -188,6 +191,21 @@ class DiskTraffic:
     def _end_write(self, adapter: CachedAdapter, file: File) -> None:
         adapter.state.move(file)
         self._on_end(adapter)
+        if file is File.REFUSED:
+            self._may_have_refused = True
+        elif file is File.WRITTEN and self._may_have_refused and not self._is_closing:
+            self._try_again()
+
+    def _try_again(self) -> None:
+        """The disk takes files again: have that one written whose adapter was used last, of those that it refused."""
+        states = ((adapter, adapter.state) for adapter in self._host.latest if self._fits(adapter))
+        refused = next((adapter for adapter, s in states if s.is_filled and s.file is File.REFUSED), None)
+        self._may_have_refused = refused is not None
+        if refused is not None:
+            self.save(refused)
+
+    def _fits(self, adapter: CachedAdapter) -> bool:
+        return self._disk is not None and self._host.num_bytes(adapter) < self._disk.num_bytes
 
     def _end_read(self, adapter: CachedAdapter, disk: DiskTier) -> RequestError | None:
         """Take up a read that has ended; an error if the file could not be read."""

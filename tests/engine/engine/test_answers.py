@@ -25,6 +25,7 @@ from multilora_engine.engine.sequence import Sequence
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.request import GenerationRequest, Guide, SamplingParams
 from multilora_engine.sampling import logits, sampler
+from multilora_engine.sampling.guide_queue import GuideQueue
 from multilora_engine.sampling.guided import GuideMatcher
 from multilora_engine.sampling.prompt_log_probs import PromptLogProbs
 from multilora_engine.sampling.token_counts import TokenCounts
@@ -272,3 +273,19 @@ def test_an_abort_never_raises(
         assert served.step() == []
         served.check_integrity()
     assert_idle(served)
+
+
+def test_a_fault_while_a_request_is_taken_in_leaves_nothing_of_it(
+    engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add(*_: object) -> None:
+        raise Injected
+
+    served = engines["waiting"]
+    with monkeypatch.context() as patch:
+        patch.setattr(GuideQueue, "add", add)
+        with pytest.raises(Injected):
+            served.add_request(request(VICTIM, [1, 2, 3], 0, guide=Guide("json")))
+    served.check_integrity()
+    assert_idle(served)
+    assert not served.has_work

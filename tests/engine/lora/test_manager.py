@@ -1187,6 +1187,28 @@ def test_what_could_not_be_kept_is_written_when_it_is_asked_for_again(tmp_path: 
     manager.close()
 
 
+def test_what_a_full_disk_refused_is_written_as_soon_as_the_disk_takes_another_file(tmp_path: Path) -> None:
+    workers, is_full = SteppedWorkers(), True
+
+    def write_file(path: Path, header: bytes, pages: Sequence[torch.Tensor]) -> None:
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_file_atomically(path, header, pages)
+
+    disk = DiskTier(tmp_path, 1 << 20, TINY, write_file=write_file, workers=lambda _: workers)
+    manager = build_manager(8, None, "refuse", disk=disk)
+    for task in (1, 2):
+        manager.put(task, CONTENTS[task][1])
+    work(manager, workers)
+    assert [*tmp_path.iterdir()] == []
+    is_full = False
+    manager.put(3, CONTENTS[3][1])
+    work(manager, workers)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{task}.safetensors" for task in (1, 2, 3)]
+    manager.check_integrity()
+    manager.close()
+
+
 def test_without_a_disk_tier_there_is_nothing_to_keep() -> None:
     manager = build_manager(8, None, "refuse")
     manager.put(1, CONTENTS[1][1])
