@@ -6,8 +6,9 @@ import json
 import select
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from http.client import HTTPConnection, HTTPException
 
 import grpc  # type: ignore[import-untyped]
@@ -15,10 +16,24 @@ from tritonclient.grpc import service_pb2
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from multilora_wire.headers import CLIENT_HEADER
-from trials.doors import GRPC_OPTIONS, TIMEOUT_S, Attack, Doors, answers, infer_request, told
-from trials.raw_http2 import RST_STREAM, frames, greet, open_streams
+from trials.doors import GRPC_OPTIONS, STREAMING_MODEL, TIMEOUT_S, Attack, Doors, answers, infer_request, told
+from trials.raw_http2 import (
+    CONTINUATION,
+    HEADERS,
+    PING,
+    RST_STREAM,
+    SETTINGS,
+    frame,
+    frames,
+    greet,
+    open_streams,
+    opened_and_reset,
+)
 
 _GENERATE = "/v2/models/generation_unary/generate"
+_INFER = "/v2/models/generation_unary/infer"
+_NUM_STRINGS = 5_000_000
+_FRAMES_AT_ONCE = 200
 _DEPTH = 200_000
 _INFLATED_BYTES = 400 << 20
 _NUM_CONNECTIONS = 1100
@@ -126,6 +141,160 @@ def stop_the_victims_request_in_its_name(doors: Doors) -> str:
     return told(seen)
 
 
+def ask_for_classes(doors: Doors) -> str:
+    """Ask for a text as classes, over HTTP with JSON, over HTTP with tensors, over gRPC and in a stream."""
+    text = {"name": "text_input", "shape": [1, 1], "datatype": "BYTES"}
+    classes = [{"name": "text_output", "parameters": {"classification": 1}}]
+    body = json.dumps({"inputs": [{**text, "data": ["hi"]}], "outputs": classes})
+    head = json.dumps({"inputs": [{**text, "parameters": {"binary_data_size": 6}}], "outputs": classes})
+    with_tensors = {"Inference-Header-Content-Length": str(len(head))}
+    seen = [post(doors.http_url, _INFER, body, doors.headers)]
+    seen.append(post(doors.http_url, _INFER, head + "\2\0\0\0hi", doors.headers | with_tensors))
+    for model in ("generation_unary", STREAMING_MODEL):
+        request = infer_request(model, text_input=[["hi"]], max_tokens=[[1]])
+        request.outputs.add(name="text_output").parameters["classification"].int64_param = 1
+        seen.append(answers(doors, [request]))
+    return told(seen)
+
+
+def send_shapes_beyond_the_values(doors: Doors) -> str:
+    """Send JSON of one value whose shape has 2^33 values, and one whose shape has 2^62."""
+    seen = []
+    for num_values in (1 << 33, 1 << 62):
+        bias = {"name": "embedding_bias", "shape": [1, num_values], "datatype": "FP32", "data": [1.0]}
+        seen.append(post(doors.http_url, _INFER, json.dumps({"inputs": [bias]}), doors.headers))
+    return told(seen)
+
+
+def weigh_an_encoding_beyond_numbers(doors: Doors) -> str:
+    headers = doors.headers | {"Accept-Encoding": "gzip;q=1e999999"}
+    body = json.dumps({"text_input": "hi", "max_tokens": 1, **_key_in_body(doors)})
+    return post(doors.http_url, _GENERATE, body, headers)
+
+
+def ask_for_errors_of_grpc(doors: Doors) -> str:
+    """Ask again and again for errors in gRPC's own form, in a stream that goes on after the first error."""
+    seen, metadata = [], [*doors.headers.items(), ("triton_grpc_error", "true")]
+    asked = [infer_request(model, text_input=[["hi"]], max_tokens=[[1]]) for model in (STREAMING_MODEL, "nobody")]
+    with grpc.insecure_channel(doors.grpc_url) as channel:
+        stub = GRPCInferenceServiceStub(channel)
+        for _ in range(20):
+            try:
+                seen += [_kind(each) for each in stub.ModelStreamInfer(iter(asked * 2), TIMEOUT_S, metadata=metadata)]
+            except grpc.RpcError as error:
+                seen.append(str(error.code().name))
+    return told(seen)
+
+
+def send_five_million_strings(doors: Doors) -> str:
+    """Send 20 MB of empty stop words."""
+    request = infer_request("generation_unary", text_input=[["hi"]], max_tokens=[[1]])
+    request.inputs.add(name="stop_words", datatype="BYTES", shape=[1, _NUM_STRINGS])
+    request.raw_input_contents.append(bytes(4 * _NUM_STRINGS))
+    return answers(doors, [request])
+
+
+def reset_streams_without_end(doors: Doors) -> str:
+    def batches() -> Iterator[bytes]:
+        first = 1
+        while True:
+            yield opened_and_reset(first, _FRAMES_AT_ONCE)
+            first += 2 * _FRAMES_AT_ONCE
+
+    return _flood(doors, batches)
+
+
+def ping_without_end(doors: Doors) -> str:
+    return _flood(doors, lambda: iter(lambda: frame(PING, 0, 0, bytes(8)) * _FRAMES_AT_ONCE, b""))
+
+
+def set_without_end(doors: Doors) -> str:
+    return _flood(doors, lambda: iter(lambda: frame(SETTINGS, 0, 0) * _FRAMES_AT_ONCE, b""))
+
+
+def continue_headers_without_end(doors: Doors) -> str:
+    def batches() -> Iterator[bytes]:
+        yield frame(HEADERS, 0, 1, b"\x83")
+        while True:
+            yield frame(CONTINUATION, 0, 1, b"\x00\x01x\x01y" * 100) * _FRAMES_AT_ONCE
+
+    return _flood(doors, batches)
+
+
+def leave_logits_unread(doors: Doors) -> str:
+    """Ask eight times for the logits of many tokens as JSON, and read nothing for some seconds."""
+    inputs = [
+        {"name": "input_ids", "shape": [1, 340], "datatype": "INT32", "data": [9] * 340},
+        {"name": "max_tokens", "shape": [1, 1], "datatype": "INT32", "data": [1]},
+        {"name": "return_context_logits", "shape": [1, 1], "datatype": "BOOL", "data": [True]},
+    ]
+    with ExitStack() as stack:
+        for _ in range(8):
+            connection = stack.enter_context(_connected(doors.http_url))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            _send_post(connection, _INFER, json.dumps({"inputs": inputs}), doors)
+        time.sleep(_HOLD_S)
+    return "8 x not read"
+
+
+def ask_and_hang_up(doors: Doors) -> str:
+    """Ask HTTP generate for 64 answers of 400 tokens, and hang up before they come."""
+    body = json.dumps({"text_input": "Tell a story.", "max_tokens": 400, "end_id": -1, **_key_in_body(doors)})
+    for _ in range(64):
+        with _connected(doors.http_url) as connection:
+            _send_post(connection, _GENERATE, body, doors)
+            time.sleep(0.02)
+    time.sleep(_HOLD_S)
+    return "64 x hung up"
+
+
+def _flood(doors: Doors, batches: Callable[[], Iterator[bytes]]) -> str:
+    """Send frames on two connections for some seconds, or until the door closes them; what comes back is dropped."""
+
+    def send(_: int) -> str:
+        end = time.monotonic() + _HOLD_S
+        with _connected(doors.grpc_url) as connection:
+            greet(connection)
+            connection.settimeout(_HOLD_S)
+            try:
+                for batch in batches():
+                    connection.sendall(batch)
+                    with suppress(BlockingIOError):
+                        while connection.recv(1 << 16, socket.MSG_DONTWAIT):
+                            pass
+                    if time.monotonic() > end:
+                        return "not closed"
+            except TimeoutError:
+                return "not read any more"
+            except OSError:
+                return "closed"
+        raise AssertionError("batches are endless")
+
+    with ThreadPoolExecutor(2) as pool:
+        return told(pool.map(send, range(2)))
+
+
+def _connected(url: str) -> socket.socket:
+    host, port = url.split(":")
+    return socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
+
+
+def _send_post(connection: socket.socket, path: str, body: str, doors: Doors) -> None:
+    """Send a request and read nothing."""
+    headers = {"Host": "x", "Content-Length": str(len(body)), **doors.headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    connection.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n{body}".encode())
+
+
+def _key_in_body(doors: Doors) -> dict[str, str]:
+    """The member that has the API key where no header is passed on."""
+    return dict(doors.headers)
+
+
+def _kind(answer: service_pb2.ModelStreamInferResponse) -> str:
+    return "an error" if answer.error_message else "answered"
+
+
 def _varint(number: int) -> bytes:
     """A number as protobuf writes it: seven bits a byte, the lowest first."""
     low, high = number & 0x7F, number >> 7
@@ -147,5 +316,16 @@ DOOR_ATTACKS: Mapping[str, Attack] = {
     "10,000 idle streams on a connection": open_ten_thousand_streams,
     "a gRPC message of 2 GiB": send_a_message_of_two_gigabytes,
     "stop by the victim's id in its name": stop_the_victims_request_in_its_name,
+    "texts as classes": ask_for_classes,
+    "JSON whose shapes have 2^33 and 2^62 values": send_shapes_beyond_the_values,
+    "Accept-Encoding: gzip;q=1e999999": weigh_an_encoding_beyond_numbers,
+    "a stream with errors of gRPC's own form": ask_for_errors_of_grpc,
+    "5,000,000 empty strings": send_five_million_strings,
+    "HTTP/2: HEADERS and RST_STREAM without end": reset_streams_without_end,
+    "HTTP/2: PING without end": ping_without_end,
+    "HTTP/2: SETTINGS without end": set_without_end,
+    "HTTP/2: CONTINUATION without end": continue_headers_without_end,
+    "logits as JSON, 8 times, not read": leave_logits_unread,
+    "64 answers of 400 tokens, hung up": ask_and_hang_up,
 }
 """The attacks by their names in a table."""

@@ -5,6 +5,7 @@ Each is bounded in number and time. Some ask for more than a server's limits all
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -18,7 +19,7 @@ from tritonclient.grpc import service_pb2
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from trials.door_attacks import VICTIM_REQUEST_ID
-from trials.doors import GRPC_OPTIONS, STREAMING_MODEL, Attack, Doors, answers, ask, infer_request, told
+from trials.doors import GRPC_OPTIONS, STREAMING_MODEL, TIMEOUT_S, Attack, Doors, answers, ask, infer_request, told
 
 _ATTENTION_OUT = 4
 """The module of the attention's output, on the wire."""
@@ -155,6 +156,57 @@ def stop_the_victims_request(doors: Doors) -> str:
     )
 
 
+def send_chains_of_rules(doors: Doors) -> str:
+    """Send guides whose rules, references or members are thousands deep: compilers go down by recursion."""
+    names = [f"{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(600)]
+    links = {name: {"items": {"$ref": f"#/$defs/{after}"}} for name, after in itertools.pairwise(names)}
+    deep = json.dumps({"$ref": f"#/$defs/{names[0]}", "$defs": {**links, names[-1]: {"type": "string"}}})
+    lark = "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(3000)) + 'a3000: "x"'
+    gbnf = "root ::= a0\n" + "".join(f"a{i} ::= a{i + 1} b\n" for i in range(3000)) + 'a3000 ::= "x"\nb ::= "y"'
+    wide = json.dumps({"allOf": [{"properties": {f"k{i}": {"type": "string"}}} for i in range(1400)]})
+    guides = [("ebnf_grammar", lark), ("ebnf_grammar", gbnf), ("json_schema", deep), ("json_schema", wide)]
+    return answers(doors, [_guided_by(kind, text) for kind, text in guides])
+
+
+def send_guides_that_never_end(doors: Doors) -> str:
+    """Send guides that take minutes to compile, and guides that take no time meanwhile."""
+    meet = " & ".join(f"/.*a.{{{i}}}/" for i in range(1, 40))
+    patterns = json.dumps({"allOf": [{"type": "string", "pattern": f"a{{{i}}}.*b{{{i}}}"} for i in range(1, 60)]})
+    hostile = [("ebnf_grammar", f"start: T\nT: {meet}"), ("json_schema", patterns)]
+    requests = [_guided_by(kind, text) for kind, text in hostile]
+    return answers(doors, [*requests, *(_guided_by("regex", f"[a-z]{{{i}}}") for i in range(1, 5))], at_once=6)
+
+
+def search_with_large_length_penalties(doors: Doors) -> str:
+    penalties = (2000.0, -2000.0, 3e38, 1e-45)
+    return answers(
+        doors, [_prompt(beam_width=2, max_tokens=8, len_penalty=np.float32(penalty)) for penalty in penalties]
+    )
+
+
+def send_long_chats(doors: Doors) -> str:
+    """Send chats of 4 MB, four at a time."""
+    chat = json.dumps([{"role": "user", "content": "a b " * ((4 << 20) // 4 - 1000)}])
+    return stream_of_attacks(doors, lambda _: _chat(chat), at_once=4)
+
+
+def send_many_messages(doors: Doors) -> str:
+    """Send chats of 90,000 messages."""
+    chat = json.dumps([{"role": "user", "content": "a"}] * 90_000, separators=(",", ":"))
+    return stream_of_attacks(doors, lambda _: _chat(chat), at_once=2)
+
+
+def send_a_role_of_four_megabytes(doors: Doors) -> str:
+    """Send a message of 4 MB that is refused: the error must not have all of it."""
+    chat = json.dumps([{"role": 7, "content": "x" * 4_000_000}])
+    with grpc.insecure_channel(doors.grpc_url, GRPC_OPTIONS) as channel:
+        try:
+            GRPCInferenceServiceStub(channel).ModelInfer(_chat(chat), TIMEOUT_S, metadata=[*doors.headers.items()])
+        except grpc.RpcError as error:
+            return f"{error.code().name}, {'some lines' if len(error.details()) < 1000 else len(error.details())}"
+    return "answered"
+
+
 def upload_under_forged_names(doors: Doors) -> str:
     """Send 48 adapters of 9 MB at once for the default model, each under another client's name."""
     width, config = 64 * 2 * 576, [[_ATTENTION_OUT, layer, 64] for layer in range(30)]
@@ -194,12 +246,30 @@ ENGINE_ATTACKS: Mapping[str, Attack] = {
 }
 """The attacks by their names in a table."""
 
+SHARED_ATTACKS: Mapping[str, Attack] = {
+    "guides of 3,000 rules, 600 references, 1,400 parts": send_chains_of_rules,
+    "guides that never end, and others beside them": send_guides_that_never_end,
+    "beams with length penalties beyond numbers": search_with_large_length_penalties,
+    "chats of 4 MB, again and again": send_long_chats,
+    "chats of 90,000 messages, again and again": send_many_messages,
+    "a message of 4 MB that is refused": send_a_role_of_four_megabytes,
+}
+"""Those that are tried behind the proxy and with API keys, too."""
+
 
 def _prompt(request_id: str = "", rows: int = 1, **options: Any) -> service_pb2.ModelInferRequest:
     """Rows of the same prompt and options; a list is the value of one row."""
     options = {"max_tokens": 16, "end_id": -1} | options
     tensors = {name: [value if isinstance(value, list) else [value]] * rows for name, value in options.items()}
     return infer_request("generation_unary", request_id, text_input=[["Tell a story."]] * rows, **tensors)
+
+
+def _chat(messages: str) -> service_pb2.ModelInferRequest:
+    return infer_request("generation_unary", messages=[[messages]], max_tokens=[[1]])
+
+
+def _guided_by(kind: str, text: str) -> service_pb2.ModelInferRequest:
+    return _prompt(max_tokens=8, guided_decoding_guide_type=kind, guided_decoding_guide=text)
 
 
 def _with_logits(model: str, num_tokens: int) -> service_pb2.ModelInferRequest:

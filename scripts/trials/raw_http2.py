@@ -1,11 +1,11 @@
-"""The part of HTTP/2 (RFC 9113) that a client needs to open gRPC streams beyond every limit."""
+"""The part of HTTP/2 (RFC 9113) that a client needs to send frames beyond every limit."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
 
-HEADERS, RST_STREAM, SETTINGS = 1, 3, 4
+HEADERS, RST_STREAM, SETTINGS, PING, CONTINUATION = 1, 3, 4, 6, 9
 """Kinds of frames."""
 
 ACK, END_HEADERS = 1, 4
@@ -42,6 +42,13 @@ def open_streams(connection: socket.socket, number: int) -> list[int]:
     streams = list(range(1, 2 * number, 2))
     connection.sendall(b"".join(frame(HEADERS, END_HEADERS, stream, _HEAD) for stream in streams))
     return streams
+
+
+def opened_and_reset(first: int, number: int) -> bytes:
+    """Frames that open streams without a request from the number `first` on, and end each at once."""
+    streams = range(first, first + 2 * number, 2)
+    cancel = (8).to_bytes(4, "big")
+    return b"".join(frame(HEADERS, END_HEADERS, each, _HEAD) + frame(RST_STREAM, 0, each, cancel) for each in streams)
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:

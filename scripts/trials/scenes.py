@@ -20,9 +20,9 @@ from multilora_engine.tritonserver.marked_processes import marked_processes
 from servers.local_proxy import LocalProxy
 from servers.openai_front import started_openai_front
 from servers.started_server import started_server
-from trials.door_attacks import DOOR_ATTACKS, stop_the_victims_request_in_its_name
+from trials.door_attacks import DOOR_ATTACKS, ask_and_hang_up, ask_for_classes, stop_the_victims_request_in_its_name
 from trials.doors import Attack, Doors
-from trials.engine_attacks import ENGINE_ATTACKS, stop_the_victims_request
+from trials.engine_attacks import ENGINE_ATTACKS, SHARED_ATTACKS, stop_the_victims_request
 from trials.openai_attacks import OPENAI_ATTACKS
 from trials.timing_attacks import TENANTS, TIMING_ATTACKS
 
@@ -121,9 +121,14 @@ STOPS: Mapping[str, Attack] = {
     "stop by the victim's id in its name": stop_the_victims_request_in_its_name,
 }
 
+HELD_BY_KEYS: Mapping[str, Attack] = {
+    "texts as classes": ask_for_classes,
+    "64 answers of 400 tokens, hung up": ask_and_hang_up,
+}
+
 SCENES = (
-    Scene("proxy", {**ENGINE_ATTACKS, **DOOR_ATTACKS, **OPENAI_ATTACKS}, behind_proxy),
-    Scene("API keys", {**STOPS, **TIMING_ATTACKS}, with_keys),
+    Scene("proxy", {**ENGINE_ATTACKS, **SHARED_ATTACKS, **DOOR_ATTACKS, **OPENAI_ATTACKS}, behind_proxy),
+    Scene("API keys", {**STOPS, **SHARED_ATTACKS, **HELD_BY_KEYS, **TIMING_ATTACKS}, with_keys),
     Scene("none", DOOR_ATTACKS, straight),
 )
 """All attacks, by the guard that stands before the server."""
