@@ -23,7 +23,7 @@ from typer.core import TyperCommand, TyperGroup
 from multilora_engine.errors import ConfigError, MultiloraError
 from multilora_engine.process.backoff import Backoff
 from multilora_engine.tritonserver import ServerFailed, ServerOptions, ServerProcess
-from multilora_engine.tritonserver.checkpoint import check_stub_opens, resolve_checkpoint
+from multilora_engine.tritonserver.checkpoint import resolve_checkpoint
 from multilora_engine.tritonserver.probe import Busy, NotReady, ProbeFailed, probe_generation
 from multilora_engine.tritonserver.repository import parse_override, with_absolute_paths
 from multilora_engine.tritonserver.upstream_models import UpstreamModels
@@ -164,8 +164,6 @@ def serve(
             startup_timeout_s=startup_timeout_secs,
             tritonserver=tritonserver,
         )
-        for path in (str(options.model), options.overrides.get("tokenizer_path", "")):
-            check_stub_opens(path)
         run(options, canary_interval_secs, max_restarts)
 
 

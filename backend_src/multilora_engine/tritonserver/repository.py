@@ -12,8 +12,12 @@ from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInsta
 import multilora_engine
 from multilora_engine.config import EngineConfig, path_parameters, unknown_parameters
 from multilora_engine.errors import ConfigError
+from multilora_engine.tritonserver.checkpoint import check_stub_opens
 
 CONFIG_NAME = "config.pbtxt"
+
+_FILES_OF_STUBS = ("model_path", "tokenizer_path", "api_keys_file", "client_header_secret_file")
+"""Parameters with the paths that the processes of the Python backend open; the engine's own process opens any path."""
 
 ENGINE_MODEL = "generation"
 """The model whose config.pbtxt holds the engine's parameters."""
@@ -115,6 +119,8 @@ def check_configs(repository: Path, has_gpu: Callable[[], bool], environ: Mappin
     engine = configs.get(ENGINE_MODEL)
     if engine is not None and "model_path" in engine.parameters:
         values = {name: parameter.string_value for name, parameter in engine.parameters.items()}
+        for name in _FILES_OF_STUBS:
+            check_stub_opens(values.get(name, ""))
         EngineConfig.from_parameters(values, environ)
 
 

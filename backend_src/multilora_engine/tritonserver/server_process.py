@@ -26,7 +26,7 @@ from multilora_engine.process.paths import ENGINE_MODULE, RELAY_MODULE, socket_p
 from multilora_engine.shared_python import check_paths_are_ascii
 from multilora_engine.tritonserver.addresses import Addresses, resolve_addresses
 from multilora_engine.tritonserver.arguments import server_arguments
-from multilora_engine.tritonserver.checkpoint import check_checkpoint
+from multilora_engine.tritonserver.checkpoint import check_checkpoint, check_stub_opens
 from multilora_engine.tritonserver.free_space import check_free_space
 from multilora_engine.tritonserver.hardening import hardening_arguments
 from multilora_engine.tritonserver.installation import (
@@ -145,6 +145,7 @@ class ServerProcess:
         """Make all possible checks, and start the server. Raises ConfigError."""
         if self.options.model:
             check_checkpoint(self.options.model)
+            check_stub_opens(str(self.options.model.absolute()))
         check_programs(server_environment({}))
         check_paths_are_ascii()
         check_free_space()

@@ -23,6 +23,8 @@ COMMAND = [
     "--metrics-port=0",
 ]
 
+OURS = f"--model-repository={Path(__file__).parents[3] / 'model_repository'}"
+
 MODEL = """
     import os
     import numpy as np
@@ -157,7 +159,10 @@ def probe(*arguments: str) -> subprocess.CompletedProcess[str]:
             "error: /nowhere is not there; give the directory of a Hugging Face checkpoint, or a hub id (owner/name)",
         ),
         (["--model=/nowhere/Q4.gguf"], "error: /nowhere/Q4.gguf is GGUF, which is not served; quantise the original"),
-        (["--set", "tokenizer_path=/mödel"], "error: /mödel: Triton's Python backend opens only paths of ASCII"),
+        ([OURS, "--set", "tokenizer_path=/mödel"], "error: /mödel: Triton's Python backend opens only paths of ASCII"),
+        ([OURS, "--set", "api_keys_file=/schlüssel"], "error: /schlüssel: Triton's Python backend opens only paths"),
+        ([OURS, "--set", "max_num_seqs=none"], "error: parameter max_num_seqs='none': write a whole number"),
+        ([OURS, "--set", "max_lora_rnk=8"], "error: unknown parameter max_lora_rnk, did you mean max_lora_rank"),
         (["--set", "max_loras"], "error: --set max_loras: write --set NAME=VALUE"),
         (["--tritonserver=/nowhere"], "error: /nowhere is not an executable file"),
         (["--model-repository=/nowhere"], "error: no model repository (folders with a config.pbtxt) at /nowhere"),
