@@ -210,7 +210,7 @@ def parse_keys(content: bytes, path: Path) -> tuple[KeyEntry, ...]:
     """The keys that the content of the file `path` means. Raises InvalidRequest, which quotes no key."""
     try:
         entries = msgspec.json.decode(content, type=_KeyFile).keys
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(
             f'{path} holds no API keys: {error}; write {{"keys": [{{"key": ..., "tenant": ..., "adapters": [...]}}]}}'
         ) from None

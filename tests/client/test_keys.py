@@ -58,7 +58,12 @@ def test_an_entry_that_cannot_be_meant_is_refused_and_no_key_quoted(
     assert KEY not in str(error.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"' + KEY.encode() + b'": ["*"]}', b"\xff", b'{"keys": 1}'])
+DEEP = b'{"x": ' + b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{}", b'{"' + KEY.encode() + b'": ["*"]}', b"\xff", b'{"keys": 1}', DEEP]
+)
 def test_a_file_of_another_form_is_refused_with_the_form(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "keys").write_bytes(content)
     with pytest.raises(InvalidRequest, match=r'write \{"keys": \[') as error:

@@ -131,7 +131,7 @@ def parse_operation(text: str) -> Operation:
     """The operation of a JSON text. Raises InvalidRequest, naming the mistake in it."""
     try:
         return _decoder.decode(text)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         choices = next((values for place, values in _CHOICES.items() if f"`{place}`" in str(error)), ())
         advice = f"; expected {' or '.join(choices)}" if choices else ""
         raise InvalidRequest(f"not an operation on adapters or weights: {error}{advice}") from None

@@ -35,6 +35,7 @@ def test_the_key_operation_tells_what_is_meant() -> None:
     [
         ("list", "malformed"),
         ("[]", "Expected `object`, got `array`"),
+        ('{"x": ' + "[" * 100_000, "recursion depth"),
         ('{"lora_task_id": 7}', "missing required field `operation`"),
         ('{"operation": "explode"}', "Invalid value 'explode'"),
         ('{"operation": "list", "verbose": true}', "unknown field `verbose`"),
