@@ -70,14 +70,12 @@ class SpelledText:
 
     @property
     def start_of_match(self) -> int | None:
-        """The place from which on the text may become a word with a special token that has come; None for nowhere."""
-        for state in self._words.suffixes(self._state):
-            start = self._num_chars - self._words.num_matched(state)
-            if start >= self._specials[-1].end:
-                break
-            if not self._is_in_special(start):
-                return self._place(start)
-        return None
+        """The place from which on the text may become a word with a special token that has come; None for nowhere.
+
+        A word that begins inside a special token counts, too: whether another one begins behind it takes time to tell.
+        """
+        start = self._num_chars - self._words.num_matched(self._state)
+        return None if start >= self._specials[-1].end else self._place(start)
 
     def _push_text(self, text: str) -> range | None:
         for char in text:
@@ -101,9 +99,9 @@ class SpelledText:
         return char < self._special_before(char)[0].end
 
     def _place(self, char: int) -> int:
-        """The place of a character of the spelled text that is in no special token, or begins one."""
+        """The place of a character of the spelled text; that of a special token for all of its characters."""
         special, following = self._special_before(char)
-        place = special.place + char - special.end
+        place = special.place + max(0, char - special.end)
         return place if following is None else min(place, following.place)
 
     def _special_before(self, char: int) -> tuple[_Special, _Special | None]:

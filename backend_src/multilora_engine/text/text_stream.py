@@ -102,7 +102,7 @@ class TextStream:
         start = self._num_chars
         self._open_tokens.append(token_id)
         self._token_starts.append(start)
-        spelled_stop = self._spell(token_id, data)
+        spelled_stop = self._spell(token_id, data) if self._words else None
         text = self._utf8.decode(data)
         self._sequence_state = self._sequences.step(self._sequence_state, token_id)
         length = self._sequences.longest_word(self._sequence_state)
@@ -136,11 +136,16 @@ class TextStream:
         """Both stops: where in the whole text the stop is that was just completed, the first one's word being spelled
         with special tokens.
         """
-        word_stops = [stop for stop in (self._stop_in(text), spelled_stop) if stop is not None]
+        stop = self._stop_in(text) if self._words else None
         self._held_text += text
-        stops = [min(word_stops, key=lambda stop: (stop.stop, stop.start))] if word_stops else []
-        if stops := [*stops, sequence_stop] if sequence_stop is not None else stops:
-            return self._stop(min(stops, key=lambda stop: stop.start))
+        if spelled_stop is not None and (
+            stop is None or (spelled_stop.stop, spelled_stop.start) < (stop.stop, stop.start)
+        ):
+            stop = spelled_stop
+        if sequence_stop is not None and (stop is None or sequence_stop.start < stop.start):
+            stop = sequence_stop
+        if stop is not None:
+            return self._stop(stop)
         self._close_tokens()
         text = self._emit(self._num_decided())
         return TextDelta(self._complete_tokens(), text)
@@ -158,7 +163,7 @@ class TextStream:
 
     def _spell(self, token_id: int, data: bytes) -> range | None:
         """The place of the stop word with special tokens that a token completes."""
-        if self._words and token_id in self._tokenizer.special_ids:
+        if token_id in self._tokenizer.special_ids:
             if self._spelled is None:
                 self._spelled = SpelledText(self._words, self._word_state, self._num_chars, self._utf8.getstate())
             return self._spelled.push_special(self._tokenizer.token_name(token_id), self._num_chars)
@@ -166,8 +171,6 @@ class TextStream:
 
     def _stop_in(self, text: str) -> range | None:
         """The place in the whole text of the stop word that more `text` completes; None without one."""
-        if not self._words:
-            return None
         for end, char in enumerate(text, start=self._num_chars + 1):
             self._word_state = self._words.step(self._word_state, char)
             if length := self._words.longest_word(self._word_state):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -199,6 +200,24 @@ def test_what_may_become_a_word_with_a_special_token_is_held_back_until_it_is_de
     assert text_stream.push(b) == TextDelta([b, end], "b")
     assert text_stream.push(end) == TextDelta([], "")
     assert text_stream.push(newline) == TextDelta([b, end, newline], "", stopped=True)
+
+
+def test_a_word_that_begins_inside_a_special_token_costs_no_more_than_another(tokenizer: Tokenizer) -> None:
+    """Counted in steps of the automaton: to walk from match to match in every special token would take a million."""
+    (special,) = ids_of(tokenizer, "<|end|>")
+    word, steps = "|end|>" + "<|end|>" * 2000 + "x", 0
+    text_stream = TextStream(tokenizer, (word,))
+    fallbacks = text_stream._words.suffixes
+
+    def counted(state: int) -> Iterator[int]:
+        nonlocal steps
+        for suffix in fallbacks(state):
+            steps += 1
+            yield suffix
+
+    text_stream._words.suffixes = counted  # type: ignore[method-assign]
+    assert [text_stream.push(special).stopped for _ in range(1500)] == [False] * 1500
+    assert steps < 3000
 
 
 def test_the_work_for_many_special_tokens_and_long_words_stays_small(tokenizer: Tokenizer) -> None:
