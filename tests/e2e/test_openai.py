@@ -299,6 +299,33 @@ def test_a_forced_call_fits_its_function_streamed_and_not(user: openai.OpenAI, m
         assert call.model_dump()["function"]["name"] == "get_weather"
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_server_time"}}])
+@pytest.mark.parametrize("parameters", [{}, {"parameters": None}, {"parameters": {"type": "object"}}])
+def test_a_forced_function_without_parameters_gets_none(user: openai.OpenAI, choice: Any, parameters: Any) -> None:
+    tool: Any = {"type": "function", "function": {"name": "get_server_time", **parameters}}
+    answer = user.chat.completions.create(
+        model="base", messages=RAIN, tools=[tool], tool_choice=choice, max_tokens=60, temperature=0
+    )
+    (call, *_) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_server_time", {})
+
+
+def test_a_forced_call_that_is_cut_anywhere_is_no_text(user: openai.OpenAI) -> None:
+    for max_tokens in (1, 2, 5, 8, 12, 20, 31, 35, 39):
+        options: Any = {"model": "base", "messages": RAIN, "tools": [SKY], "tool_choice": "required"}
+        options |= {"max_tokens": max_tokens, "temperature": 0}
+        assert user.chat.completions.create(**options).choices[0].message.content is None
+        pieces = user.chat.completions.create(**options, stream=True)
+        assert all(piece.choices[0].delta.content is None for piece in pieces)
+
+
+def test_control_characters_may_be_chosen(user: openai.OpenAI) -> None:
+    choice = "a\x7f\x1f\u2028b"
+    answer = user.chat.completions.create(model="base", messages=RAIN, extra_body={"guided_choice": [choice]})
+    assert answer.choices[0].message.content == choice
+
+
 def test_a_conversation_with_calls_goes_on(user: openai.OpenAI) -> None:
     call = {
         "id": "abcdefghi",

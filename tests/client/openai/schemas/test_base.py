@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 from fastapi.testclient import TestClient
 from hypothesis import given, settings
@@ -211,6 +212,49 @@ def test_open_reasoning_belongs_to_the_answer_after_it(front: TestClient, server
         front, server, RESPONSES_PATH, {"input": [user, reasoning, {"role": "assistant", "content": "Dry."}, reasoning]}
     )
     assert messages == [user, {"role": "assistant", "content": "Dry.", "reasoning_content": "Hm."}]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_answers_of_openais_package_are_history(user: openai.OpenAI, server: Any, is_streamed: bool) -> None:
+    """As programs write it: the message of an answer is appended as it is."""
+    server.pieces = ['[{"name": "sky", "parameters": {"day": 1}}]']
+    messages: list[Any] = [{"role": "user", "content": "Rain?"}]
+    tool = TOOL | {"function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
+    options: Any = {"model": "base", "tools": [tool], "tool_choice": "required"}
+    if is_streamed:
+        with user.chat.completions.stream(messages=messages, **options) as stream:
+            message = stream.get_final_completion().choices[0].message
+    else:
+        message = user.chat.completions.parse(messages=messages, **options).choices[0].message
+    calls = [
+        CALL | {"id": call.id, "function": {"name": "sky", "arguments": {"day": 1}}}
+        for call in message.tool_calls or []
+    ]
+    for form in (message, message.model_dump(), message.model_dump(exclude_unset=True)):
+        user.chat.completions.create(model="base", messages=[*messages, form])  # type: ignore[list-item]
+        assert server.chat() == [*messages, {"role": "assistant", "content": "", "tool_calls": calls}]
+
+
+@pytest.mark.long(reason="litellm takes seconds to import")
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_answers_of_litellm_are_history(
+    user: openai.OpenAI, server: Any, is_streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    import litellm
+
+    server.pieces = ['[{"name": "sky", "parameters": {"day": 1}}]']
+    messages: list[Any] = [{"role": "user", "content": "Rain?"}]
+    asked: Any = {"model": "openai/base", "client": user, "api_key": "none"}
+    answer = litellm.completion(messages=messages, tools=[TOOL], tool_choice="required", stream=is_streamed, **asked)
+    if is_streamed:
+        answer = litellm.stream_chunk_builder(list(answer), messages=messages)
+    message = answer.choices[0].message
+    assert message.tool_calls[0].function.name == "sky"
+    for form in (message, message.model_dump()):
+        litellm.completion(messages=[*messages, form], **asked)
+        assert server.chat()[1]["tool_calls"][0]["function"] == {"name": "sky", "arguments": {"day": 1}}
+        assert server.chat()[1].keys() == {"role", "content", "tool_calls"}
 
 
 CHAT = {
