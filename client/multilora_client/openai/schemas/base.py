@@ -18,6 +18,7 @@ NOTES = frozenset(
         "cache_control",
         "caller",
         "citations",
+        "closed",
         "created",
         "created_at",
         "created_by",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -24,30 +25,52 @@ from multilora_client.openai.tools.prompt import tell_tools
 from multilora_client.openai.tools.use import ToolUse
 from multilora_client.options import GenerateOptions
 
+_TEXT_MEMBERS: Mapping[str, tuple[str, ...]] = {
+    "text": ("text",),
+    "input_text": ("text",),
+    "output_text": ("text",),
+    "refusal": ("refusal",),
+    "thinking": ("thinking", "text"),
+    "reasoning": ("text", "thinking"),
+}
+"""The types of parts, and the members that one of them may have its text in."""
 
-def _text_type(kind: Any) -> Any:
-    if isinstance(kind, str) and kind not in ("text", "input_text", "output_text", "refusal"):
+
+def _check_type(kind: Any) -> Any:
+    if isinstance(kind, str) and kind not in _TEXT_MEMBERS:
         name = quoted(kind).replace('"', "")
         raise unsupported(f"{name} is not supported: this server reads text")
     return kind
 
 
 class TextPart(Told):
-    """A text of a message. `refusal` is the text of an answer by which a model refused."""
+    """A text of a message. `refusal` is the text of an answer by which a model refused. `thinking`, or `reasoning`, is
+    a model's earlier reasoning, as Mistral and SGLang have it.
+    """
 
-    type: Annotated[Literal["text", "input_text", "output_text", "refusal"], BeforeValidator(_text_type)]
+    type: Annotated[str, BeforeValidator(_check_type)]
     text: str = ""
     refusal: str = ""
+    thinking: str | list[TextPart] = ""
 
     @model_validator(mode="after")
     def _check_text(self) -> Self:
-        name = "refusal" if self.type == "refusal" else "text"
-        if self.model_fields_set - {"type"} != {name}:
-            raise invalid(f"a part of type {self.type} has {name}, and no other text")
+        names, given = _TEXT_MEMBERS[self.type], self.model_fields_set - {"type"}
+        if len(given) != 1 or not given <= {*names}:
+            raise invalid(f"a part of type {self.type} has {names[0]}, and no other text")
         return self
 
+    @property
+    def is_reasoning(self) -> bool:
+        return self.type in ("thinking", "reasoning")
+
+    @property
+    def content(self) -> str:
+        thinking = self.thinking if isinstance(self.thinking, str) else "".join(part.content for part in self.thinking)
+        return self.text or self.refusal or thinking
+
     def for_template(self) -> dict[str, str]:
-        return {"type": "text", "text": self.text or self.refusal}
+        return {"type": "text", "text": self.content}
 
 
 class ChatMessage(Told):
@@ -76,14 +99,20 @@ class ChatMessage(Told):
         """The message as chat templates know it, and only the fields that were given. The server turns a text into a
         part, or parts into a text, where the model's template takes the other.
         """
-        content = self.content if isinstance(self.content, str) else [part.for_template() for part in self.content]
+        parts = [] if isinstance(self.content, str) else self.content
+        texts = [part.for_template() for part in parts if not part.is_reasoning]
+        content = self.content if isinstance(self.content, str) else texts
         role = "system" if self.role == "developer" else self.role
         calls = [call.for_template() for call in self.tool_calls]
         optional = {
             "name": self.name or self.tool_name,
             "tool_calls": calls or None,
             "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content or self.reasoning or self.thinking,
+            "reasoning_content": self.reasoning_content
+            or self.reasoning
+            or self.thinking
+            or "".join(part.content for part in parts if part.is_reasoning)
+            or None,
         }
         told = {"role": role, "content": content or self.refusal or ""}
         return told | {key: value for key, value in optional.items() if value is not None}

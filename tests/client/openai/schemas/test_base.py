@@ -115,6 +115,25 @@ def test_reasoning_has_one_name_for_templates(front: TestClient, server: Any, na
     assert messages[1] == {"role": "assistant", "content": "Dry.", "reasoning_content": "Hm."}
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "thinking", "thinking": "Hm."},
+        {
+            "type": "thinking",
+            "thinking": [{"type": "text", "text": "H"}, {"type": "text", "text": "m."}],
+            "closed": None,
+        },
+        {"type": "thinking", "text": "Hm."},
+        {"type": "reasoning", "text": "Hm.", "signature": "x"},
+    ],
+)
+def test_reasoning_may_be_a_part(front: TestClient, server: Any, part: dict[str, Any]) -> None:
+    text = {"type": "text", "text": "Dry."}
+    messages = told(front, server, CHAT_PATH, chat_of({"role": "assistant", "content": [part, text]}))
+    assert messages[1] == {"role": "assistant", "content": "Dry.", "reasoning_content": "Hm."}
+
+
 def test_a_refusal_is_the_text_of_an_answer_without_another(front: TestClient, server: Any) -> None:
     messages = told(front, server, CHAT_PATH, chat_of({"role": "assistant", "content": None, "refusal": "No."}))
     assert messages[1] == {"role": "assistant", "content": "No."}
@@ -137,6 +156,10 @@ def test_a_refusal_is_the_text_of_an_answer_without_another(front: TestClient, s
             "messages.1.made_up is not a parameter that this server knows",
         ),
         ({"role": "user", "content": [{"type": "text"}]}, "messages.1.content.0: a part of type text has text"),
+        (
+            {"role": "user", "content": [{"type": "refusal", "text": ""}]},
+            "messages.1.content.0: a part of type refusal has",
+        ),
         (
             {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]},
             "messages.1.content.0.type: input_audio is not supported: this server reads text",
