@@ -262,6 +262,16 @@ def test_a_stop_word_that_spells_special_tokens_ends_an_answer_at_these_tokens(
     assert (answer.final.finish_reason, answer.final.num_output_tokens) == ("stop", num_tokens)
 
 
+def test_a_guide_keeps_a_special_token_from_ending_an_answer_too_early(engine: Engine) -> None:
+    """It is a stop word, and likelier than all else; as an end token it ends the answer once the answer parses."""
+    wanted = {"embedding_bias": ((1, 50.0),), "stop_words": ("<|im_start|>",), "guide": Guide("regex", "[0-9]{3}")}
+    for end_id in (-1, 1):
+        answer = run_all(engine, [request("r", [1, 2, 3], end_id=end_id, **wanted)])["r"]
+        assert (len(answer.text), answer.text.isdigit()) == (3, True)
+        assert answer.final is not None
+        assert answer.final.finish_reason == "stop"
+
+
 def test_an_end_token_completes_a_stop_word(engine: Engine, vocabulary: tokenizers.Tokenizer) -> None:
     wanted = {"max_tokens": 30, "embedding_bias": ((1, 3.0),), "end_id": 1}
     whole = run_all(engine, [request("r", [20, 30, 40], **wanted)])["r"]
