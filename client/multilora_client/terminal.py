@@ -57,9 +57,9 @@ def _remedy(error: Exception) -> str:
     if isinstance(error, AdapterConflict):
         return "; here: --name OTHER, or `multilora adapters unload NAME` first"
     if isinstance(error, AdapterNotFound):
-        return "; here: --adapter DIR"
+        return "; `multilora upload DIR` sends them"
     if isinstance(error, InvalidRequest) and _NO_TEMPLATE in str(error):
-        return "; here: leave out --chat"
+        return "; here: `multilora generate` without --chat"
     return ""
 
 

@@ -338,15 +338,23 @@ def test_the_former_name_of_the_address_is_refused_with_the_name_that_it_has() -
     [
         ("UNAUTHENTICATED", "the server has API keys", "set MULTILORA_API_KEY to a key of this server"),
         ("ALREADY_EXISTS", "LoRA task 7 is cached with other weights", "--name OTHER"),
-        ("NOT_FOUND", "LoRA task 7 not found in cache. Please send LoRA weights with request", "--adapter DIR"),
-        ("INVALID_ARG", "this model has no chat template; send text_input instead of messages", "leave out --chat"),
+        (
+            "NOT_FOUND",
+            "LoRA task 7 not found in cache. Please send LoRA weights with request",
+            "`multilora upload DIR` sends them",
+        ),
+        (
+            "INVALID_ARG",
+            "this model has no chat template; send text_input instead of messages",
+            "`multilora generate` without --chat",
+        ),
     ],
 )
 def test_an_error_of_the_server_ends_with_what_to_do_here(fake_triton: Any, code: str, text: str, remedy: str) -> None:
     fake_triton.refusal = f"[{code}] {text} (request r1)"
     result = run("stream", "hi", "--chat", "--url", fake_triton.url)
     assert result.stderr.startswith(f"error: [{code}] {text}; ")
-    assert result.stderr.endswith(f"{remedy}\n") or remedy in result.stderr
+    assert remedy in result.stderr
     assert result.stderr.count("\n") == 1
 
 
