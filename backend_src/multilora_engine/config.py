@@ -86,15 +86,6 @@ class EngineConfig(BaseModel):
     max_queue_size: Annotated[
         int, Field(ge=1, description="Requests that may wait; one more is refused with UNAVAILABLE.")
     ] = 4096
-    max_queue_share: Annotated[
-        float,
-        Field(
-            gt=0,
-            le=1,
-            description="Largest share of max_queue_size that one tenant or named client may hold, waiting and "
-            "running.",
-        ),
-    ] = 0.5
     min_priority: Annotated[
         int,
         Field(ge=-(2**31), le=2**31 - 1, description="Requests that ask for a smaller `priority` get this one."),
@@ -118,31 +109,6 @@ class EngineConfig(BaseModel):
         int,
         Field(ge=1, description="Adapters a known client may send at once; unknown ones share as many of full size."),
     ] = 8
-    max_sequences_per_request: Annotated[
-        int, Field(ge=1, description="Rows of a request times `num_return_sequences` or beams.")
-    ] = 512
-    max_prompt_tokens_per_request: Annotated[
-        int, Field(ge=1, description="Prompt tokens of a request; a prompt counts once for each of its sequences.")
-    ] = 1 << 19
-    max_prompt_log_probs_per_request: Annotated[
-        int, Field(ge=0, description="Prompt tokens with log-probs, times one more than the likeliest told of each.")
-    ] = 1 << 20
-    max_words_per_request: Annotated[
-        int, Field(ge=0, description="Stop words and bad words, as text or as ids, over all sequences of a request.")
-    ] = 4096
-    max_word_bytes_per_request: Annotated[
-        ByteSize, Field(ge=0, description="The same words in bytes of UTF-8, and of int32 where they are ids.")
-    ] = ByteSize(128 << 10)
-    max_biases_per_request: Annotated[
-        int, Field(ge=0, description="Tokens with an `embedding_bias`, over all sequences of a request.")
-    ] = 1 << 16
-    max_guides_per_request: Annotated[
-        int, Field(ge=0, description="Different guides of guided decoding in one request.")
-    ] = 16
-    max_guide_bytes_in_flight: Annotated[
-        ByteSize,
-        Field(ge=0, description="Memory of all requests' guides, half of it for small ones; more: UNAVAILABLE."),
-    ] = ByteSize(128 << 20)
     guide_compile_timeout_s: Annotated[
         float, Field(gt=0, description="A guide not compiled by then fails its request with UNAVAILABLE.")
     ] = 10.0
@@ -153,13 +119,6 @@ class EngineConfig(BaseModel):
             "step without prompts (2 times in a burst or beside other clients); 0: off."
         ),
     ] = "auto"
-    max_prompt_wait_s: Annotated[
-        float,
-        Field(
-            ge=0,
-            description="A prompt that waits longer goes before later ones; steps may take as long as `auto` allows.",
-        ),
-    ] = 10.0
     host_work_ms_per_step: Annotated[
         float,
         Field(
@@ -171,22 +130,6 @@ class EngineConfig(BaseModel):
     stream_interval: Annotated[
         int, Field(ge=1, description="Tokens in each streamed response (the first has one). Larger is cheaper.")
     ] = 1
-    max_metadata_bytes: Annotated[
-        ByteSize, Field(ge=1, description="Parameters of a request, of which its headers are some, as JSON.")
-    ] = ByteSize(64 << 10)
-    max_logits_bytes: Annotated[
-        ByteSize,
-        Field(
-            ge=0,
-            description="Most bytes of logits of a request; while a model sends them, all its other answers wait.",
-        ),
-    ] = ByteSize(64 << 20)
-    max_streamed_logits_bytes: Annotated[
-        ByteSize, Field(ge=0, description="max_logits_bytes of models that stream: others' next tokens wait meanwhile.")
-    ] = ByteSize(16 << 20)
-    max_logits_bytes_in_flight: Annotated[
-        ByteSize, Field(ge=0, description="Logits of all requests in flight at a model; beyond that: UNAVAILABLE.")
-    ] = ByteSize(256 << 20)
     block_size: Annotated[int, Field(ge=1, le=1024, description="Tokens of one KV cache block.")] = 16
     enable_prefix_caching: Annotated[
         bool, Field(description="Keep keys and values of earlier tokens for prompts of the same adapter and beginning.")
@@ -313,8 +256,24 @@ class EngineConfig(BaseModel):
 
 _RETIRED = {
     "allow_slow_operators": "a GPU operator that fails the self-test stops the load",
+    "max_queue_share": "one client may hold half of max_queue_size",
+    "max_sequences_per_request": "a request may have 512",
+    "max_prompt_tokens_per_request": "a request may have 524288",
+    "max_prompt_log_probs_per_request": "a request may have 1048576",
+    "max_words_per_request": "a request may have 4096",
+    "max_word_bytes_per_request": "a request may have 131072",
+    "max_biases_per_request": "a request may have 65536",
+    "max_guides_per_request": "a request may have 16",
+    "max_guide_bytes_in_flight": "the guides of all requests may take 128 MiB",
+    "max_prompt_wait_s": "a prompt that has waited for 10 s goes before later ones",
+    "max_metadata_bytes": "the parameters of a request may have 65536",
+    "max_logits_bytes": "a request may have 64 MiB",
+    "max_streamed_logits_bytes": "a streamed request may have 16 MiB",
+    "max_logits_bytes_in_flight": "all requests at a model may have 256 MiB",
+    "lora_fetch_threads": "4 adapters are fetched at once",
+    "lora_metrics_max_adapters": "32 adapters have metrics of their own",
 }
-"""Parameters of earlier versions: what the server does now."""
+"""Parameters of earlier versions, each with what the server does now."""
 
 
 def parameter_descriptions() -> dict[str, tuple[object, str]]:

@@ -5,7 +5,7 @@ In a module of its own, so that the fronts need not import the engine's own pack
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -19,24 +19,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CallLimits:
-    """The most that one request may ask for: the parameters of these names."""
+    """The most that one request may ask for; `max_logits_bytes_in_flight` is of all requests at one model.
+
+    max_prompt_bytes: the parameter of this name.
+    max_sequences_per_request: rows of a request times `num_return_sequences` or beams.
+    max_prompt_tokens_per_request: a prompt counts once for each of its sequences.
+    max_prompt_log_probs_per_request: prompt tokens with log-probs, times one more than the likeliest told of each.
+    max_words_per_request, max_word_bytes_per_request: stop words and bad words over all sequences; bytes are of UTF-8,
+        and of int32 for words that are ids.
+    max_biases_per_request: tokens with an `embedding_bias`, over all sequences.
+    max_guides_per_request: different guides.
+    max_metadata_bytes: parameters of a request, headers among them, as JSON.
+    max_logits_bytes, max_streamed_logits_bytes: while a model sends logits, its other answers wait.
+    """
 
     max_prompt_bytes: int
-    max_sequences_per_request: int
-    max_prompt_tokens_per_request: int
-    max_prompt_log_probs_per_request: int
-    max_words_per_request: int
-    max_word_bytes_per_request: int
-    max_biases_per_request: int
-    max_guides_per_request: int
-    max_metadata_bytes: int
-    max_logits_bytes: int
-    max_streamed_logits_bytes: int
-    max_logits_bytes_in_flight: int
-
-    @classmethod
-    def of(cls, config: EngineConfig) -> CallLimits:
-        return cls(**{field.name: int(getattr(config, field.name)) for field in fields(cls)})
+    max_sequences_per_request: int = 512
+    max_prompt_tokens_per_request: int = 1 << 19
+    max_prompt_log_probs_per_request: int = 1 << 20
+    max_words_per_request: int = 4096
+    max_word_bytes_per_request: int = 128 << 10
+    max_biases_per_request: int = 1 << 16
+    max_guides_per_request: int = 16
+    max_metadata_bytes: int = 64 << 10
+    max_logits_bytes: int = 64 << 20
+    max_streamed_logits_bytes: int = 16 << 20
+    max_logits_bytes_in_flight: int = 256 << 20
 
 
 @dataclass(frozen=True)

@@ -279,12 +279,12 @@ class QueueFull(Unavailable):
 
 
 class QueueShareFull(Unavailable):
-    """One client has as many requests waiting or running as `max_queue_share` allows."""
+    """One client has as many requests waiting or running as half of `max_queue_size` allows."""
 
     def __init__(self, num_requests: int, max_requests: int) -> None:
         super().__init__(
             f"this client's share of the queue is full: {num_requests} of its requests wait or run, and {max_requests} "
-            "may (max_queue_size times max_queue_share)"
+            "may (half of max_queue_size)"
         )
 
 

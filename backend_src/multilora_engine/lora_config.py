@@ -114,11 +114,7 @@ class LoRAConfig(BaseModel):
         BeforeValidator(_parse_sources),
         Field(description="Where adapters that no tier has are fetched from: a JSON list of sources. `[]` is nowhere."),
     ] = []
-    lora_fetch_threads: Annotated[int, Field(ge=1, le=64, description="Adapters fetched at once, 64 at most.")] = 4
     lora_on_conflict: Annotated[
         Literal["refuse", "replace"],
         Field(description="A cached task id sent with other weights: `refuse` it, or `replace` it for new requests."),
     ] = "refuse"
-    lora_metrics_max_adapters: Annotated[
-        int, Field(ge=0, le=1000, description="Adapters with metrics of their own, 1000 at most; others are `other`.")
-    ] = 32

@@ -95,3 +95,11 @@ def test_the_docs_list_every_parameter_with_its_default_and_meaning() -> None:
 def _shown(default: object) -> str:
     """As one writes it in config.pbtxt."""
     return str(default).lower() if isinstance(default, bool) else str(default)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"), [("max_words_per_request", "4096"), ("allow_slow_operators", "stops the load")]
+)
+def test_a_parameter_of_earlier_versions_is_refused_with_what_the_server_does_now(name: str, advice: str) -> None:
+    with pytest.raises(ConfigError, match=rf"parameter {name} is gone: .*{advice}; remove it from config.pbtxt"):
+        EngineConfig.from_parameters({"model_path": "/m", name: "7"})

@@ -176,7 +176,7 @@ def front_info(info: EngineInfo, config: EngineConfig) -> EngineInfo:
         exclude_input_in_output=config.exclude_input_in_output,
         special_tokens_in_messages=config.special_tokens_in_messages,
         stream_interval=config.stream_interval,
-        limits=CallLimits.of(config),
+        limits=CallLimits(int(config.max_prompt_bytes)),
         max_uploads_per_client=config.max_uploads_per_client,
         clients=ClientPolicy.of(config),
     )

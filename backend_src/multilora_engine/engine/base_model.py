@@ -116,7 +116,7 @@ def describe_engine(config: EngineConfig, base: BaseModel) -> EngineInfo:
         exclude_input_in_output=config.exclude_input_in_output,
         special_tokens_in_messages=config.special_tokens_in_messages,
         stream_interval=config.stream_interval,
-        limits=CallLimits.of(config),
+        limits=CallLimits(int(config.max_prompt_bytes)),
         max_adapter_bytes=int(config.lora.lora_max_adapter_bytes),
         max_uploads_per_client=config.max_uploads_per_client,
         adapter_layout=base.layout,

@@ -142,7 +142,7 @@ def build_fetcher(config: EngineConfig, layout: AdapterLayout) -> AdapterFetcher
     except ImportError as error:
         raise ConfigError(f"lora_sources needs a package that is missing: {error}; install multilora-client") from None
     sources = build_sources(config.lora.lora_sources)
-    return AdapterFetcher(sources, layout, config.model_path, config.lora.lora_fetch_threads)
+    return AdapterFetcher(sources, layout, config.model_path)
 
 
 def build_model_runner(

@@ -109,7 +109,7 @@ class Engine:
             config.max_num_seqs,
             config.max_num_batched_tokens,
             self._pace,
-            PromptWaits(config.max_prompt_wait_s),
+            PromptWaits(),
         )
         self._runner = build_model_runner(base.model, config, base.plan, base.device, self._loras)
         self.weights = UnpackedWeights(base.model, int(config.unpacked_weights_memory_bytes))
@@ -254,19 +254,19 @@ class Engine:
         limits = RequestLimits(
             max_model_len=base.plan.max_model_len,
             vocab_size=base.config.vocab_size,
-            max_logits_bytes=int(config.max_logits_bytes),
+            max_logits_bytes=self.info.limits.max_logits_bytes,
             max_beam_width=min(config.max_beam_width, config.max_num_seqs),
             num_blocks=base.plan.num_blocks,
             block_size=config.block_size,
         )
         return Admission(
             NewSequences(base.tokenizer, limits, base.config.end_token_ids, base.device),
-            QueueLimits(config.max_queue_size, max(1, int(config.max_queue_size * config.max_queue_share))),
+            QueueLimits(config.max_queue_size),
             config.request_timeout_s,
             self._loras,
             self._remote,
             self._guide_queue,
-            GuidesInUse(int(config.max_guide_bytes_in_flight)),
+            GuidesInUse(),
             self._scheduler,
             self._live,
         )

@@ -31,7 +31,7 @@ class PaceStats:
 @dataclass(frozen=True)
 class PromptWaitStats:
     """longest_seconds: that a prompt which is not computed has waited until now, 0 without one. num_late: prompts
-    since the start that have waited longer than `max_prompt_wait_s`."""
+    since the start that have waited longer than MAX_PROMPT_WAIT_S."""
 
     longest_seconds: float = 0.0
     num_late: int = 0

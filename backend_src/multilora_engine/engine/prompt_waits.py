@@ -9,6 +9,9 @@ from itertools import chain, islice, takewhile
 from multilora_engine.engine.engine_stats import PromptWaitStats
 from multilora_engine.engine.sequence import Sequence
 
+MAX_PROMPT_WAIT_S = 10.0
+"""A prompt that waits longer goes before later ones; a step may take as long as the targets of `Pace` allow."""
+
 
 class PromptWaits:
     """The sequences whose prompts are not computed, in the order in which they came, and the times since then.
@@ -16,7 +19,7 @@ class PromptWaits:
     The time in which a sequence is parked, for an adapter from a source or for a guide, does not count.
     """
 
-    def __init__(self, bound_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, bound_s: float = MAX_PROMPT_WAIT_S, clock: Callable[[], float] = time.monotonic) -> None:
         """A sequence is late when it has waited for more than `bound_s` seconds of the clock."""
         self._bound_s = bound_s
         self._clock = clock

@@ -11,10 +11,13 @@ from multilora_engine.errors import QueueFull, QueueShareFull
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """max_waiting: requests that wait. max_of_client: requests of a client with a name that wait or run."""
+    """max_waiting: requests that wait. A client with a name may have half as many, waiting and running."""
 
     max_waiting: int
-    max_of_client: int
+
+    @property
+    def max_of_client(self) -> int:
+        return max(1, self.max_waiting // 2)
 
     def check(self, client: str, num_waiting: int, live: LiveRequests) -> None:
         """Raises QueueFull or QueueShareFull when a further request of a client may not wait."""

@@ -56,7 +56,7 @@ def main(create_engine: Callable[[EngineConfig], ServedEngine]) -> None:
     socket_path = Path(launch.socket_path)
     with closing(DrainOrder(socket_path)) as drain, closing(engine):
         signal.signal(signal.SIGTERM, drain.give)
-        usage = AdapterUsage(config.lora.lora_metrics_max_adapters)
+        usage = AdapterUsage()
         heartbeat = Heartbeat(launch.heartbeat_fd, launch.heartbeat_interval_s)
         on_ready = partial(report, report_stream, Started())
         serve(engine, socket_path, sys.stdin.fileno(), usage, heartbeat, drain, on_ready)

@@ -26,6 +26,10 @@ class Usage:
         self.output_tokens += output_tokens
 
 
+MAX_ADAPTERS = 32
+"""Adapters that have metrics of their own; a metrics system keeps a series for each."""
+
+
 class AdapterUsage:
     """Counts `max_adapters` adapters one by one and the rest together.
 
@@ -33,7 +37,7 @@ class AdapterUsage:
     takes the place of another starts at zero there: its earlier counts are in `other`, which only grows.
     """
 
-    def __init__(self, max_adapters: int) -> None:
+    def __init__(self, max_adapters: int = MAX_ADAPTERS) -> None:
         self.other = Usage()
         self.max_adapters = max_adapters
         self._by_label: dict[str, Usage] = {}

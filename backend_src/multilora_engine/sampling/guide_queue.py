@@ -157,6 +157,10 @@ class GuideQueue:
         return watch.seconds + time.thread_time() - started_s
 
 
+MAX_BYTES_IN_FLIGHT = 128 << 20
+"""The memory that the guides of all requests may take."""
+
+
 class GuidesInUse:
     """The memory of the guides of the sequences in the engine: of one that is not compiled its text, of a compiled one
     what it keeps, and what the matcher of each sequence takes beside.
@@ -164,7 +168,7 @@ class GuidesInUse:
     Half of the room is for small guides only, so that large ones that fill the rest do not shut them out.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int = MAX_BYTES_IN_FLIGHT) -> None:
         """max_bytes: of all guides together."""
         self._max_bytes = max_bytes
         self._num_users: Counter[Guide] = Counter()

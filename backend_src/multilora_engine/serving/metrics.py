@@ -126,7 +126,7 @@ STEP_TARGET = _gauge("step_target_seconds", "How long a step with running answer
 LIMITED_STEPS = _counter("limited_steps", "Steps that had no time for further tokens of prompts")
 TURNS = _counter("turns", "Steps in which the answers of a client over its share took turns")
 PROMPT_WAIT = _gauge("longest_prompt_wait_seconds", "The time that a prompt which is not computed has waited, at most")
-LATE_PROMPTS = _counter("late_prompts", "Prompts that waited longer than max_prompt_wait_s")
+LATE_PROMPTS = _counter("late_prompts", "Prompts that waited longer than 10 s")
 PREFIX_QUERIED = _counter("prefix_cache_queried_tokens", "Tokens of requests looked up in the prefix cache")
 PREFIX_HITS = _counter("prefix_cache_hit_tokens", "Tokens whose keys and values the prefix cache had")
 ENGINE_RESTARTS = _counter("engine_restarts", "Times that the engine process died or hung and was started again")
@@ -136,7 +136,7 @@ LORA_REQUESTS_INFO = _gauge(
 """Metrics in the shape that the Gateway API inference extension reads: adapters as comma-separated labels."""
 
 LORA_ADAPTER_LOADED = _gauge("lora_adapter_loaded", "1 for an adapter in memory, by the fastest level that has it")
-"""Metrics of adapters on the device and of the latest used in host memory, `lora_metrics_max_adapters` in all."""
+"""Metrics of adapters on the device and of the latest used in host memory, as many in all as `AdapterUsage` counts."""
 
 NUM_GPU_LOADED = _gauge("num_gpu_loaded_lora_adapters", "Adapters on the device")
 NUM_CPU_LOADED = _gauge("num_cpu_loaded_lora_adapters", "Adapters in host memory, where those of the device are, too")

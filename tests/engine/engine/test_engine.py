@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import FunctionType, ModuleType
@@ -26,8 +27,9 @@ from transformers import LlamaForCausalLM
 
 from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
 from multilora_engine.config import EngineConfig
-from multilora_engine.engine import build
+from multilora_engine.engine import base_model, build
 from multilora_engine.engine.engine import Engine
+from multilora_engine.engine_info import CallLimits
 from multilora_engine.errors import AdapterNotFound, ConfigError, InvalidRequest, QueueFull, QueueShareFull
 from multilora_engine.lora import disk_tier
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
@@ -425,8 +427,11 @@ def test_preempted_requests_get_their_logits_once(checkpoint: Path, default_mode
     assert set(map(tuple, received.values())) == {(20, 40)}
 
 
-def test_more_logits_than_the_limit_are_refused_with_the_numbers(checkpoint: Path, default_model_dir: Path) -> None:
-    engine = make_engine(checkpoint, default_model_dir, max_logits_bytes=10 * VOCAB_SIZE * 4)
+def test_more_logits_than_the_limit_are_refused_with_the_numbers(
+    checkpoint: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_model, "CallLimits", partial(CallLimits, max_logits_bytes=10 * VOCAB_SIZE * 4))
+    engine = make_engine(checkpoint, default_model_dir)
     wanted = {"return_context_logits": True, "return_generation_logits": True}
     with pytest.raises(
         InvalidRequest, match=r"the logits of 11 tokens are 13684 bytes, and max_logits_bytes is 12440;"

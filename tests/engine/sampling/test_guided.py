@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,11 +26,13 @@ from transformers import PreTrainedTokenizerFast
 
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig
+from multilora_engine.engine import engine as engine_module
 from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import GuidesFull, InvalidRequest
 from multilora_engine.request import GenerationRequest, Guide, SamplingParams
 from multilora_engine.sampling import guided
 from multilora_engine.sampling.guide_grammar import MAX_GUIDE_BYTES
+from multilora_engine.sampling.guide_queue import GuidesInUse
 from multilora_engine.sampling.guide_sandbox import GuideSandbox
 from multilora_engine.sampling.guided import GuideCompiler, GuideMatcher
 from multilora_engine.text.tokenizer import Tokenizer
@@ -467,8 +470,12 @@ def test_a_request_whose_tokens_keep_the_thread_too_long_ends_and_no_other(
     assert len(answers["free"].token_ids) == 3
 
 
-def test_guides_in_flight_are_bounded_together(checkpoint: Path, default_model_dir: Path) -> None:
-    engine = make_engine(checkpoint, default_model_dir, max_guide_bytes_in_flight=2 * len(DIGITS.text + NUMBER.text))
+def test_guides_in_flight_are_bounded_together(
+    checkpoint: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 2 * len(DIGITS.text + NUMBER.text)
+    monkeypatch.setattr(engine_module, "GuidesInUse", partial(GuidesInUse, max_bytes=most))
+    engine = make_engine(checkpoint, default_model_dir)
     for name, guide in (("a", DIGITS), ("b", NUMBER), ("c", NUMBER)):
         engine.add_request(request(name, guide))
     with pytest.raises(GuidesFull, match=r"the guide takes 4 bytes, other guides in flight 14, and .* is 28, half"):
@@ -478,8 +485,11 @@ def test_guides_in_flight_are_bounded_together(checkpoint: Path, default_model_d
     engine.check_integrity()
 
 
-def test_a_compiled_guide_counts_by_its_memory(checkpoint: Path, default_model_dir: Path) -> None:
-    engine = make_engine(checkpoint, default_model_dir, max_guide_bytes_in_flight=100_000)
+def test_a_compiled_guide_counts_by_its_memory(
+    checkpoint: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "GuidesInUse", partial(GuidesInUse, max_bytes=100_000))
+    engine = make_engine(checkpoint, default_model_dir)
     answers = run_all(engine, [request("large", DIGITS), request("free", None, max_tokens=3)])
     assert answers["large"].final is not None
     assert answers["large"].final.error_code == "UNAVAILABLE"

@@ -50,6 +50,10 @@ class FetchedAdapter:
     name: str
 
 
+NUM_THREADS = 4
+"""Adapters that are fetched at once."""
+
+
 class AdapterFetcher:
     """Sources are asked in the order they are configured in; the first that has the adapter gives it.
 
@@ -57,7 +61,11 @@ class AdapterFetcher:
     """
 
     def __init__(
-        self, sources: Mapping[str, AdapterSource], layout: AdapterLayout, base_model: Path, num_threads: int
+        self,
+        sources: Mapping[str, AdapterSource],
+        layout: AdapterLayout,
+        base_model: Path,
+        num_threads: int = NUM_THREADS,
     ) -> None:
         """base_model: the checkpoint that the adapters are for."""
         self._sources = sources
