@@ -37,7 +37,8 @@ class Front(ABC):
         try:
             work()
         except RequestError as error:
-            self._fail(responder, error)
+            # With its traceback the error would keep all of the request until it is told.
+            self._fail(responder, error.with_traceback(None))
         except Exception as error:
             logger.exception("request %s failed", responder.request_id)
             self._fail(responder, InternalError(f"{type(error).__name__}: {error}"))

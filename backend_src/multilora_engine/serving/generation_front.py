@@ -21,7 +21,7 @@ from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.front import Front, new_id
 from multilora_engine.serving.in_flight import InFlight
 from multilora_engine.serving.inputs import InputTensors
-from multilora_engine.serving.ordered_jobs import LONG_JOB_THREADS, LONG_REQUEST_BYTES, OrderedJobs
+from multilora_engine.serving.ordered_jobs import LONG_JOB_THREADS, LONG_REQUEST_BYTES, MANY_BYTES, OrderedJobs
 from multilora_engine.serving.outputs import ReplyRow
 from multilora_engine.serving.prompt_answer import PromptTokens
 from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
@@ -32,9 +32,6 @@ from multilora_engine.serving.triton_api import TritonRequest, parameters_of, tr
 from multilora_engine.serving.unsupported import refuse_lost_inputs
 from multilora_engine.serving.uploads import Uploads
 from multilora_engine.text.tokenizer import Tokenizer
-
-_MANY_BYTES = 1 << 20
-"""What the tokenizer used for more bytes than that, some hundred times as many, malloc would keep."""
 
 _Submission = tuple[Collection[Hashable], Callable[[], None], bool]
 """A request that was read: the keys of its order, what hands it to the engine, and whether that is long."""
@@ -85,8 +82,8 @@ class GenerationFront(Front):
                 self._submit_in_turn(*read(), rights, responder)
             else:
                 keys = _order_keys(rights, responder, *_named_task_ids(inputs, rights))
-                submit = partial(_read_and_submit, read, claims, gives_back=inputs.num_bytes > _MANY_BYTES)
-                self._submit_in_turn(keys, submit, True, rights, responder)
+                gives_back = inputs.num_bytes > MANY_BYTES
+                self._submit_in_turn(keys, partial(_read_and_submit, read, claims), True, rights, responder, gives_back)
 
     def _read(
         self,
@@ -156,9 +153,19 @@ class GenerationFront(Front):
         is_long: bool,
         rights: Rights,
         responder: Responder,
+        gives_back: bool = False,
     ) -> None:
-        """Have `submit` done behind the earlier ones with its `keys`, on another thread if it is long."""
-        self._jobs.submit(keys, partial(self._try, responder, submit), is_long, rights.sender.name)
+        """Have `submit` done behind the earlier ones with its `keys`, on another thread if it is long.
+
+        gives_back: whether the memory that it used, and freed, goes back to Linux.
+        """
+
+        def work() -> None:
+            self._try(responder, submit)
+            if gives_back:
+                give_back_free_memory()
+
+        self._jobs.submit(keys, work, is_long, rights.sender.name)
 
     def _claim_logits(self, call: GenerateCall, info: EngineInfo, claims: Claims) -> None:
         """Raises TooManyLogits."""
@@ -183,12 +190,10 @@ class GenerationFront(Front):
         return OneReply(responder, transcripts, call.pad_id, call.num_sequences)
 
 
-def _read_and_submit(read: Callable[[], _Submission], claims: Claims, gives_back: bool) -> None:
+def _read_and_submit(read: Callable[[], _Submission], claims: Claims) -> None:
     with claims.closed_on_error():
         _, submit, _ = read()
     submit()
-    if gives_back:
-        give_back_free_memory()
 
 
 def _expand(

@@ -12,10 +12,11 @@ from typing import Any
 from numpy.typing import NDArray
 
 from multilora_engine.errors import InternalError, RequestError
+from multilora_engine.free_memory import give_back_free_memory
 from multilora_engine.process.paths import socket_path
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.inputs import InputTensors
-from multilora_engine.serving.ordered_jobs import LONG_JOB_THREADS, LONG_REQUEST_BYTES, OrderedJobs
+from multilora_engine.serving.ordered_jobs import LONG_JOB_THREADS, LONG_REQUEST_BYTES, MANY_BYTES, OrderedJobs
 from multilora_engine.serving.triton_api import (
     ResponseSender,
     TritonRequest,
@@ -53,6 +54,11 @@ class ImmediateModel(ABC):
 
     def _send_answer(self, request: TritonRequest, inputs: InputTensors, sender: ResponseSender) -> None:
         """An error of one request is its own answer: an exception would fail the batch, without a code."""
+        self._answer(request, inputs, sender)
+        if inputs.num_bytes > MANY_BYTES:
+            give_back_free_memory()
+
+    def _answer(self, request: TritonRequest, inputs: InputTensors, sender: ResponseSender) -> None:
         try:
             arrays = self.answer(inputs, self._link)
             pb, wanted = backend_utils(), request.requested_output_names()

@@ -17,6 +17,9 @@ LONG_REQUEST_BYTES = 1 << 14
 """Requests with more bytes than that, weights aside, are read on a thread beside the door's: some 15 ms of work."""
 
 
+MANY_BYTES = 1 << 20
+"""What the tokenizer used for more bytes than that, some hundred times as many, malloc would keep."""
+
 _NICENESS = 10
 """The niceness of the threads: where they and the engine's steps want the same core, the steps go first."""
 

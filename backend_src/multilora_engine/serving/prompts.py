@@ -11,6 +11,7 @@ import msgspec
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.text.tokenizer import Tokenizer
+from multilora_engine.text.tokenizer_files import fast_tokenizer_class
 
 
 def encode_text(text: str, tokenizer: Tokenizer, info: EngineInfo, add_special_tokens: bool) -> list[int]:
@@ -81,9 +82,7 @@ def _template_options(chat: _Chat) -> dict[str, Any]:
 @functools.cache
 def _reserved() -> frozenset[str]:
     """Arguments of the tokenizer's own, the template itself among them; `documents` it only hands on."""
-    from transformers import PreTrainedTokenizerFast
-
-    return frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) - {"documents"}
+    return frozenset(inspect.signature(fast_tokenizer_class().apply_chat_template).parameters) - {"documents"}
 
 
 def check_prompt_bytes(name: str, num_bytes: int, info: EngineInfo) -> None:

@@ -7,6 +7,7 @@ tokens and bytes only, so it need not have it; chats are rendered by transformer
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,8 @@ from multilora_engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+_IMPORTING = threading.Lock()
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes in tokenizer_config.json (until transformers 5, and since) that take the tokenizer from tokenizer.json."""
@@ -71,6 +74,14 @@ class TokenizerFiles:
     encode: Callable[[str, bool], list[int]]
     has_chats: bool
     load_chats: Callable[[], PreTrainedTokenizerFast]
+
+
+def fast_tokenizer_class() -> type[PreTrainedTokenizerFast]:
+    """transformers' class of fast tokenizers. Any thread may ask: the package itself fails while another imports it."""
+    with _IMPORTING:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
 
 
 def read_tokenizer(path: Path) -> TokenizerFiles:
@@ -146,18 +157,14 @@ def _attributes(token: Any) -> dict[str, Any]:
 
 
 def _load_plain_chats(template: str | None, named: Mapping[str, str]) -> PreTrainedTokenizerFast:
-    from transformers import PreTrainedTokenizerFast
-
     # Rendering asks for the template and the special tokens' names: the tokens need not lie in memory twice.
     no_tokens = TokenizerBackend(models.BPE())
-    return PreTrainedTokenizerFast(tokenizer_object=no_tokens, chat_template=template, **named)
+    return fast_tokenizer_class()(tokenizer_object=no_tokens, chat_template=template, **named)
 
 
 def _read_by_transformers(path: Path) -> TokenizerFiles:
-    from transformers import PreTrainedTokenizerFast
-
     tokenizer = _load_plain(path) if _is_plain(path) else _load_by_class(path)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+    if not isinstance(tokenizer, fast_tokenizer_class()):
         raise ConfigError(f"{path} has no fast tokenizer; add its tokenizer.json")
     return TokenizerFiles(
         tokenizer.backend_tokenizer,
@@ -172,9 +179,7 @@ def _read_by_transformers(path: Path) -> TokenizerFiles:
 
 
 def _load_plain(path: Path) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+    return fast_tokenizer_class().from_pretrained(path, local_files_only=True)
 
 
 def _load_by_class(path: Path) -> Any:

@@ -549,3 +549,19 @@ def test_a_door_serves_others_while_it_reads_a_long_prompt(
     may_end.set()
     (response,) = long.sender.wait()
     assert response.error is None
+
+
+def test_an_error_that_waits_to_be_told_keeps_nothing_of_its_request(front: GenerationFront) -> None:
+    told: list[Exception] = []
+
+    class Watching(FakeRequest):
+        def requested_output_names(self) -> tuple[str, ...]:
+            return ("text_output",)
+
+    def remember(responder: object, error: Exception) -> None:
+        told.append(error)
+
+    front._fail = remember  # type: ignore[method-assign,assignment]
+    front.accept(Watching({"text_input": [["x" * 20_000]], "max_tokens": [[1]]}))
+    front.close()
+    assert [error.__traceback__ for error in told] == [None]

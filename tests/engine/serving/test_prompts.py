@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +140,23 @@ def test_an_error_quotes_a_line_of_the_messages_at_most(templated: Path) -> None
     with pytest.raises(InvalidRequest, match=r"^message 0 must look like") as error:
         encode_messages(text, Tokenizer(templated), info)
     assert len(str(error.value)) < 700
+
+
+FIRST_CHATS = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from multilora_engine.serving.prompts import _reserved
+from multilora_engine.text.tokenizer_files import fast_tokenizer_class
+together = threading.Barrier(4)
+def load(number):
+    together.wait()
+    return _reserved() if number % 2 else fast_tokenizer_class()
+with ThreadPoolExecutor(4) as pool:
+    assert len(list(pool.map(load, range(4)))) == 4
+"""
+
+
+def test_threads_may_load_what_renders_chats_at_the_same_time() -> None:
+    """In a process that has not imported transformers, whose names fail while another thread imports it."""
+    done = subprocess.run([sys.executable, "-c", FIRST_CHATS], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
