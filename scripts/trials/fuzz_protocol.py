@@ -32,7 +32,7 @@ from marked_tables import markdown_table, write_table
 from multilora_client import Client
 from multilora_engine.models.registry import adapter_sites, read_model_config
 from multilora_engine.tritonserver import ServerProcess
-from multilora_engine.tritonserver.free_space import SHARED_MEMORY
+from multilora_engine.tritonserver.installation import SHARED_MEMORY
 from multilora_wire.layout import num_values
 from plots import DOCS
 from servers.tiny_server import tiny_server

@@ -16,7 +16,7 @@ import psutil
 
 from multilora_engine.process.paths import ENGINE_MODULE
 from multilora_engine.tritonserver import ServerProcess
-from multilora_engine.tritonserver.marked_processes import marked_processes
+from multilora_engine.tritonserver.server_process import marked_processes
 from servers.local_proxy import LocalProxy
 from servers.openai_front import started_openai_front
 from servers.started_server import started_server

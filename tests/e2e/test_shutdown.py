@@ -22,7 +22,7 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from multilora_engine.process.paths import ENGINE_MODULE
 from multilora_engine.tritonserver import ServerProcess
-from multilora_engine.tritonserver.marked_processes import marked_processes
+from multilora_engine.tritonserver.server_process import marked_processes
 from servers.tiny_server import save_tiny_model, tiny_server
 from trials.doors import infer_request
 

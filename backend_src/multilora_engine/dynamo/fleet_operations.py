@@ -13,7 +13,6 @@ from multilora_engine.dynamo.front_uploads import FrontUploads
 from multilora_engine.dynamo.workers import Workers, checked
 from multilora_engine.errors import AdapterNotFound, EngineUnavailable, RequestError, Unsupported
 from multilora_engine.lora.names import scoped_task_id
-from multilora_engine.process.awaited_answers import report_output
 from multilora_engine.process.messages import Operate
 from multilora_engine.process.operations import (
     DescribeModel,
@@ -26,6 +25,7 @@ from multilora_engine.process.operations import (
     UnloadAdapter,
 )
 from multilora_engine.process.reports import AdapterList, AdapterReport, LayoutReport, ModelReport, Report
+from multilora_engine.process.server import report_output
 from multilora_engine.request import TokenOutput
 from multilora_wire.adapter_info import AdapterInfo
 

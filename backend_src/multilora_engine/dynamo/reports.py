@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from dynamo.common.backend.publisher import ComponentSnapshot
 
 from multilora_engine.engine.engine_stats import EngineStats
-from multilora_engine.lora.residency import Residency
+from multilora_engine.lora.life_cycle import Residency
 from multilora_engine.process.reports import StatsReport
 from multilora_engine.serving.metrics import ENGINE_RESTARTS, Sample, samples
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
-from multilora_engine.lora.residency import Residency
+from multilora_engine.lora.life_cycle import Residency
 
 _INTERVAL_S = 1.0
 """The shortest time between two changes of a card, which every front reads."""

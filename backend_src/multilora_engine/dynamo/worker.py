@@ -39,7 +39,7 @@ from multilora_engine.dynamo.updates import EVENTS, UPDATES, SystemUpdates
 from multilora_engine.dynamo.workers import Workers
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import RequestError
-from multilora_engine.lora.residency import Residency
+from multilora_engine.lora.life_cycle import Residency
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.paths import owned_socket_path
 from multilora_engine.process.supervisor import EngineProcess

@@ -2,25 +2,204 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from random import Random
 
-from multilora_engine.engine.live_requests import LiveRequests
-from multilora_engine.engine.new_sequences import NewSequences
+import torch
+
+from multilora_engine.engine.beam_search import BeamSearch
+from multilora_engine.engine.host_work import has_host_work
 from multilora_engine.engine.outputs import error_output, failure_output
-from multilora_engine.engine.parking import Parking
-from multilora_engine.engine.queue_limits import QueueLimits
+from multilora_engine.engine.request_limits import RequestLimits
 from multilora_engine.engine.scheduler import Scheduler
-from multilora_engine.engine.sequence import Sequence
-from multilora_engine.errors import AdapterNotFound, RequestError
-from multilora_engine.lora.cached_adapter import CachedAdapter
+from multilora_engine.engine.sequence import PromptReport, Sequence, SequenceStatus, Times
+from multilora_engine.errors import AdapterNotFound, QueueFull, QueueShareFull, RequestError
+from multilora_engine.lora.adapter_state import CachedAdapter
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.remote import Fetch, RemoteAdapters
 from multilora_engine.lora.sources.source import AdapterKey
-from multilora_engine.request import GenerationRequest, TokenOutput
+from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
 from multilora_engine.sampling.guide_queue import GuideQueue, GuidesInUse
 from multilora_engine.sampling.guided import GuideMatcher
-from multilora_engine.sampling.logits import end_tokens
+from multilora_engine.sampling.logits import bias_tensors, end_tokens
+from multilora_engine.sampling.prompt_log_probs import PromptLogProbs
+from multilora_engine.text.text_stream import TextStream
+from multilora_engine.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class QueueLimits:
+    """max_waiting: requests that wait. A client with a name may have half as many, waiting and running."""
+
+    max_waiting: int
+
+    @property
+    def max_of_client(self) -> int:
+        return max(1, self.max_waiting // 2)
+
+    def check(self, client: str, num_waiting: int, live: LiveRequests) -> None:
+        """Raises QueueFull or QueueShareFull when a further request of a client may not wait."""
+        if num_waiting >= self.max_waiting:
+            wait_s = (time.monotonic_ns() - live.oldest_waiting().times.arrival_ns) / 1e9
+            raise QueueFull(num_waiting, self.max_waiting, wait_s)
+        if client and (num_own := live.num_of(client)) >= self.max_of_client:
+            raise QueueShareFull(num_own, self.max_of_client)
+
+
+class Parking:
+    """Sequences wait here outside of the queue, so that a fetch holds up nobody, however long it takes."""
+
+    def __init__(self, remote: RemoteAdapters) -> None:
+        self._remote = remote
+        self._parked: dict[Fetch, list[Sequence]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parked.values()))
+
+    def add(self, sequence: Sequence, fetch: Fetch) -> None:
+        """Let a sequence wait for a fetch that it has asked for."""
+        self._parked.setdefault(fetch, []).append(sequence)
+
+    def take_arrived(self) -> Iterator[tuple[Sequence, Fetch]]:
+        """The sequences whose fetches are done; they are here no more."""
+        for fetch in self._remote.poll():
+            for sequence in self._parked.pop(fetch, []):
+                yield sequence, fetch
+
+    def give_up(self, sequence: Sequence) -> None:
+        """Take out a sequence that waits no longer."""
+        fetch = next(fetch for fetch, parked in self._parked.items() if sequence in parked)
+        self._parked[fetch].remove(sequence)
+        if not self._parked[fetch]:
+            del self._parked[fetch]
+        self._remote.give_up(fetch)
+
+    def check_integrity(self) -> None:
+        """Nobody waits for a fetch that is done. For tests, after every step."""
+        self._remote.check_integrity()
+        assert all(sequences and not fetch.is_done for fetch, sequences in self._parked.items())
+
+
+@dataclass(frozen=True)
+class NewSequences:
+    """end_token_ids: the checkpoint's. device: where biases go."""
+
+    tokenizer: Tokenizer
+    limits: RequestLimits
+    end_token_ids: tuple[int, ...]
+    device: torch.device
+    _arrivals: itertools.count[int] = field(default_factory=itertools.count)
+
+    def make(self, request: GenerationRequest) -> Sequence:
+        """The sequence of a request that keeps the limits, without adapter and guide. Raises InvalidRequest."""
+        text = _text_stream(self.tokenizer, request.sampling)
+        return Sequence(
+            request=request,
+            arrival=next(self._arrivals),
+            adapter=None,
+            text=text,
+            random=Random(request.sampling.seed),
+            max_output_tokens=self.limits.max_output_tokens(request),
+            times=Times(arrival_ns=time.monotonic_ns()),
+            bias=bias_tensors(request.sampling, self.device),
+            has_host_work=has_host_work(request.sampling),
+            search=self._search(request, text),
+            prompt_report=PromptReport(log_probs=_prompt_log_probs(request)),
+        )
+
+    def _search(self, request: GenerationRequest, text: TextStream) -> BeamSearch | None:
+        if request.sampling.beam_width == 1:
+            return None
+        ends = end_tokens(request.sampling, self.end_token_ids)
+        return BeamSearch(request.sampling, ends, self.limits.max_output_tokens(request), text.fork())
+
+
+def _text_stream(tokenizer: Tokenizer, sampling: SamplingParams) -> TextStream:
+    return TextStream(
+        tokenizer, sampling.stop_words, sampling.stop_token_sequences, sampling.include_stop_str_in_output
+    )
+
+
+def _prompt_log_probs(request: GenerationRequest) -> PromptLogProbs | None:
+    if not request.sampling.return_prompt_log_probs:
+        return None
+    return PromptLogProbs(len(request.prompt_token_ids), request.sampling.num_prompt_top_log_probs)
+
+
+_NUM_PAST_DEADLINES = 64
+"""How many deadlines of requests that have ended are kept, at least: forgetting them one by one would take a search."""
+
+
+class LiveRequests:
+    """Each request from acceptance to its end, by its sequence, in order of arrival."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[str, Sequence] = {}
+        self._num_of_client: Counter[str] = Counter()
+        self._deadlines: list[tuple[float, int, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences.values())
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._sequences
+
+    def get(self, request_id: str) -> Sequence | None:
+        """The sequence of a request, None if it has ended."""
+        return self._sequences.get(request_id)
+
+    def num_of(self, client: str) -> int:
+        """How many requests of a client are in the engine."""
+        return self._num_of_client[client]
+
+    def oldest_waiting(self) -> Sequence:
+        """The request that waits and arrived first. There must be one."""
+        return next(sequence for sequence in self if sequence.status is SequenceStatus.WAITING)
+
+    def roots(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """The sequences that stand for the requests of `sequences` that have not ended, each once, in their order."""
+        unended = (s for s in sequences if s.status is not SequenceStatus.FINISHED)
+        return [self._sequences[id_] for id_ in dict.fromkeys(s.request.request_id for s in unended)]
+
+    def add(self, sequence: Sequence, deadline_s: float) -> None:
+        """A request was accepted. deadline_s: by the monotonic clock."""
+        request = sequence.request
+        self._sequences[request.request_id] = sequence
+        self._num_of_client[request.sender.account] += 1
+        heapq.heappush(self._deadlines, (deadline_s, sequence.arrival, request.request_id))
+        if len(self._deadlines) > 2 * len(self._sequences) + _NUM_PAST_DEADLINES:
+            self._deadlines = [deadline for deadline in self._deadlines if deadline[2] in self._sequences]
+            heapq.heapify(self._deadlines)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A request has ended."""
+        del self._sequences[sequence.request.request_id]
+        self._num_of_client.subtract([client := sequence.request.sender.account])
+        if not self._num_of_client[client]:
+            del self._num_of_client[client]
+
+    def take_expired(self, now_s: float) -> list[Sequence]:
+        """The requests whose deadlines have passed, each told of once."""
+        expired = []
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, arrival, request_id = heapq.heappop(self._deadlines)
+            sequence = self._sequences.get(request_id)
+            if sequence is not None and sequence.arrival == arrival:
+                expired.append(sequence)
+        return expired
+
+    def check_integrity(self) -> None:
+        """Clients are counted as their requests are. For tests, after every step."""
+        assert self._num_of_client == Counter(sequence.request.sender.account for sequence in self)
+        assert {request_id for _, _, request_id in self._deadlines} >= set(self._sequences), "a deadline is lost"
 
 
 class Admission:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
-from multilora_engine.engine.beam_search import BeamSearch, Continuations
-from multilora_engine.engine.beams import continue_beams
+from multilora_engine.engine.beam_search import BeamSearch, Continuation, Continuations
 from multilora_engine.engine.host_work import HostWork
 from multilora_engine.engine.kv_cache import BlockCopy
 from multilora_engine.engine.outputs import (
@@ -19,10 +19,46 @@ from multilora_engine.engine.outputs import (
 from multilora_engine.engine.scheduler import Scheduler
 from multilora_engine.engine.sequence import Sequence
 from multilora_engine.errors import InvalidRequest, TooMuchHostWork
-from multilora_engine.request import FinishReason, TokenOutput
+from multilora_engine.request import FinishReason, TokenLogProb, TokenOutput
 from multilora_engine.sampling.logits import end_tokens
 from multilora_engine.sampling.sampler import SampledToken
-from multilora_engine.text.text_stream import TextDelta
+from multilora_engine.sampling.token_history import TokenHistory
+from multilora_engine.text.text_stream import TextDelta, TextStream
+
+
+class _State(NamedTuple):
+    """A beam's own state: its parent's, and one more token."""
+
+    token_ids: list[int]
+    log_probs: list[TokenLogProb]
+    text: TextStream
+    history: TokenHistory | None
+    score: float
+
+
+def continue_beams(root: Sequence, continuations: list[Continuation]) -> None:
+    """Make the beams of a search as many as there are continuations, each after its parent.
+
+    The scheduler hands the parents' KV cache on.
+    """
+    states = [_continued(root.beams[continuation.parent], continuation) for continuation in continuations]
+    missing = len(continuations) - len(root.beams)
+    root.siblings = [*root.siblings, *(root.sibling() for _ in range(missing))][: len(continuations) - 1]
+    for beam, state in zip(root.beams, states, strict=True):
+        beam.output_token_ids, beam.held.log_probs, beam.text, beam.history, beam.score = state
+
+
+def _continued(parent: Sequence, continuation: Continuation) -> _State:
+    text = parent.text.fork()
+    text.push(continuation.token_id)
+    return _State(
+        [*parent.output_token_ids, continuation.token_id],
+        [*parent.log_probs, TokenLogProb(continuation.score - parent.score)],
+        text,
+        None if parent.history is None else parent.history.fork(),
+        continuation.score,
+    )
+
 
 _NOTHING = TextDelta([], "")
 

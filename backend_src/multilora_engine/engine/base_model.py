@@ -12,7 +12,6 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from multilora_engine.config import EngineConfig
-from multilora_engine.engine.available_memory import give_back_freed_memory
 from multilora_engine.engine.build import (
     choose_device,
     choose_dtype,
@@ -21,11 +20,11 @@ from multilora_engine.engine.build import (
     dtype_name,
     may_have_graphs,
 )
-from multilora_engine.engine.memory import MemoryPlan, plan_memory
+from multilora_engine.engine.memory import MemoryPlan, give_back_freed_memory, plan_memory
 from multilora_engine.engine_info import CallLimits, ClientPolicy, EngineInfo, read_version
 from multilora_engine.execution.operator_check import check_operators, faults_named
 from multilora_engine.execution.step_memory import peak_growth, step_memory
-from multilora_engine.lora.table_rows import TableRows
+from multilora_engine.lora.device_tier import TableRows
 from multilora_engine.models.checkpoint import weights_fingerprint
 from multilora_engine.models.loader import load_model
 from multilora_engine.models.model import Model

@@ -11,21 +11,17 @@ from itertools import takewhile
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.device_defaults import on_device
-from multilora_engine.engine.admission import Admission
+from multilora_engine.engine.admission import Admission, LiveRequests, NewSequences, QueueLimits
 from multilora_engine.engine.answers import Answers
 from multilora_engine.engine.base_model import BaseModel, describe_engine, load_base_model
-from multilora_engine.engine.block_events import BlockEvents
 from multilora_engine.engine.build import build_fetcher, build_lora_manager, build_model_runner, choose_device
 from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.engine.host_work import HostWork
-from multilora_engine.engine.kv_cache import BlockAllocator, BlockCopy
-from multilora_engine.engine.live_requests import LiveRequests
+from multilora_engine.engine.kv_cache import BlockAllocator, BlockCopy, BlockEvents
 from multilora_engine.engine.memory import is_out_of_memory
-from multilora_engine.engine.new_sequences import NewSequences
 from multilora_engine.engine.outputs import error_output, failure_output, prompt_output
 from multilora_engine.engine.pace import Pace
 from multilora_engine.engine.prompt_waits import PromptWaits
-from multilora_engine.engine.queue_limits import QueueLimits
 from multilora_engine.engine.request_limits import RequestLimits
 from multilora_engine.engine.scheduler import Scheduler
 from multilora_engine.engine.sequence import Sequence, SequenceStatus

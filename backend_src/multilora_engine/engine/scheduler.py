@@ -13,10 +13,37 @@ from multilora_engine.engine.kv_cache import BlockAllocator, BlockCopy
 from multilora_engine.engine.pace import Pace
 from multilora_engine.engine.prompt_waits import PromptWaits
 from multilora_engine.engine.sequence import Sequence, SequenceStatus
-from multilora_engine.engine.skipped import Skipped
 from multilora_engine.engine.step import ScheduledSequence, Step
-from multilora_engine.lora.cached_adapter import CachedAdapter
+from multilora_engine.lora.adapter_state import CachedAdapter
 from multilora_engine.lora.manager import LoRAManager
+
+MAX_OVERTAKES = 64
+"""A sequence that waits for its adapter lets at most this many later ones with an adapter pass."""
+
+
+class Skipped:
+    """The adapters of these sequences cannot be used yet."""
+
+    def __init__(self) -> None:
+        self.adapters: set[CachedAdapter] = set()
+        self.must_not_be_overtaken = False
+        self._sequences: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        assert sequence.adapter is not None
+        self.adapters.add(sequence.adapter)
+        self.must_not_be_overtaken |= sequence.num_overtakes >= MAX_OVERTAKES
+        self._sequences.append(sequence)
+
+    def overtake(self) -> None:
+        """A later sequence with an adapter starts."""
+        for sequence in self._sequences:
+            sequence.num_overtakes += 1
+            self.must_not_be_overtaken |= sequence.num_overtakes >= MAX_OVERTAKES
+
 
 _LOOK_AHEAD = 8
 """Adapters that are brought to the device before there is a place for their sequences."""

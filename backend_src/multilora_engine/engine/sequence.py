@@ -3,22 +3,149 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from random import Random
 from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from multilora_engine.engine.beam_search import BeamSearch
-from multilora_engine.engine.block_table import BlockTable
-from multilora_engine.engine.held_outputs import HeldOutputs, PromptReport
-from multilora_engine.lora.cached_adapter import CachedAdapter
+from multilora_engine.lora.adapter_state import CachedAdapter
 from multilora_engine.request import GenerationRequest, PerfMetrics, TokenLogProb
 from multilora_engine.sampling.guided import GuideMatcher
+from multilora_engine.sampling.prompt_log_probs import PromptLogProbs
 from multilora_engine.sampling.token_history import TokenHistory
 from multilora_engine.text.text_stream import TextStream
+
+
+@dataclass(slots=True)
+class HeldOutputs:
+    """Values of an answer's tokens that have not left yet; each list is empty in a request that did not ask for it.
+
+    logits: rows of float32. cum_log_prob: the sum of the log-probs of the tokens that have left. Written by `Answers`
+    and, for beams, by `continue_beams`.
+    """
+
+    log_probs: list[TokenLogProb] = field(default_factory=list)
+    logits: list[bytes] = field(default_factory=list)
+    cum_log_prob: float = 0.0
+
+    def release_log_probs(self, num_tokens: int) -> list[TokenLogProb]:
+        """The log-probs of the next `num_tokens` tokens that leave."""
+        if not self.log_probs:
+            return []
+        released, self.log_probs = self.log_probs[:num_tokens], self.log_probs[num_tokens:]
+        self.cum_log_prob += sum(token.log_prob for token in released)
+        return released
+
+    def release_logits(self, num_tokens: int) -> bytes:
+        """The logits of the next `num_tokens` tokens that leave."""
+        if not self.logits:
+            return b""
+        released, self.logits = self.logits[:num_tokens], self.logits[num_tokens:]
+        return b"".join(released)
+
+
+@dataclass(slots=True)
+class PromptReport:
+    """Values of a prompt's first tokens, as far as they are computed. Written by the model runner.
+
+    logits: rows of float32 that have not left. num_logits: rows so far, with the rows that have left. log_probs: until
+    they leave; None after that, and for a request that did not ask for them.
+    """
+
+    logits: list[bytes] = field(default_factory=list)
+    num_logits: int = 0
+    log_probs: PromptLogProbs | None = None
+
+    def append_logits(self, rows: bytes, num_rows: int) -> None:
+        """The logits of the prompt's next tokens."""
+        self.logits.append(rows)
+        self.num_logits += num_rows
+
+    def release_logits(self) -> bytes:
+        """The logits that have come since this was called last."""
+        if not self.logits:
+            return b""
+        released, self.logits = self.logits, []
+        return b"".join(released)
+
+    def release_log_probs(self) -> bytes:
+        """The log-probs of the whole prompt, once, as soon as all are known."""
+        if self.log_probs is None or not self.log_probs.is_complete:
+            return b""
+        released, self.log_probs = self.log_probs.to_bytes(), None
+        return released
+
+
+BlockIds = list[int] | NDArray[np.int64]
+
+_MIN_ROOM = 16
+"""Blocks that a table has room for at first."""
+
+
+class BlockTable:
+    """The blocks of a sequence's tokens, in order: token t is in block t // block_size. Written by `BlockAllocator`.
+
+    The ids lie in an array that grows by doubling, so that a step copies them whole, at a price that hardly depends on
+    how many there are.
+
+    keys: of the first full blocks, as far as the allocator has needed them.
+    num_allocated, num_reused: blocks that the sequence was ever given, and those of them that came with the keys and
+        values of its tokens. num_cached_tokens: its tokens that had them when it first started.
+    """
+
+    __slots__ = ("_ids", "keys", "length", "num_allocated", "num_cached_tokens", "num_reused")
+
+    def __init__(self) -> None:
+        self._ids: NDArray[np.int64] = np.empty(_MIN_ROOM, np.int64)
+        self.length = 0
+        self.keys: list[bytes] = []
+        self.num_allocated = 0
+        self.num_reused = 0
+        self.num_cached_tokens = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.ids[index])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.ids.tolist())
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """[length] int64; valid until the table changes."""
+        return self._ids[: self.length]
+
+    def slot(self, position: int, block_size: int) -> int:
+        """The place of a token's keys and values in the KV cache."""
+        assert position < self.length * block_size
+        return self._ids.item(position // block_size) * block_size + position % block_size
+
+    def extend(self, blocks: BlockIds) -> None:
+        """Append blocks."""
+        length = self.length + len(blocks)
+        if length > len(self._ids):
+            self._ids = np.concatenate([self.ids, np.empty(length, np.int64)])
+        self._ids[self.length : length] = blocks
+        self.length = length
+
+    def replace(self, blocks: BlockIds, keys: list[bytes]) -> None:
+        """Have these blocks with these keys, and no others."""
+        self.clear()
+        self.extend(blocks)
+        self.keys = list(keys)
+
+    def clear(self) -> None:
+        """Have no blocks. The keys stay: tokens never change."""
+        self.length = 0
+
 
 Result = TypeVar("Result")
 

@@ -15,8 +15,14 @@ states is asked here (`freed_by`, `is_left_over`), and `check_integrity` asserts
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from enum import Enum, auto
+
+from multilora_engine.lora.layout import PackedRow
+from multilora_engine.lora.names import TaskId
+from multilora_wire.layout import PageShape
 
 
 class Version(Enum):
@@ -196,3 +202,40 @@ class AdapterState:
 
 def _check(source: State, target: State) -> None:
     assert (source, target) in TRANSITIONS, f"an adapter goes from {source} to {target}"
+
+
+@dataclass(eq=False)
+class CachedAdapter:
+    """One version of one adapter in the host tier. Compared by identity: two versions of an id are two adapters.
+
+    ranks: the different ranks of its rows, ascending. is_dora: whether any of them is DoRA. state: of its life cycle.
+    name: its source's name for it, if any.
+    shape: of the pages it needs; `pages` and `rows` are empty until it has them, and until they are filled.
+    arrived: done when its pages are filled; raises RequestError if its file could not be read, cancelled if the adapter
+        went before.
+    saved: done when its file is written; raises OSError if that failed last, cancelled if the file is not wanted any
+        more.
+    last_used_s: seconds since the epoch of the last pin, at first of the insertion. num_hits: pins so far.
+    """
+
+    lora_task_id: TaskId
+    digest: str
+    ranks: tuple[int, ...]
+    shape: PageShape
+    name: str = ""
+    state: AdapterState = field(default_factory=AdapterState)
+    rows: list[PackedRow] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    arrived: Future[None] = field(default_factory=Future)
+    saved: Future[None] = field(default_factory=Future)
+    last_used_s: float = field(default_factory=time.time)
+    num_hits: int = 0
+    is_dora: bool = False
+
+    def __post_init__(self) -> None:
+        if self.state.file is File.WRITTEN:
+            self.saved.set_result(None)
+
+    @property
+    def num_pages(self) -> int:
+        return self.shape.num_pages

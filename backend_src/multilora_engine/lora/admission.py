@@ -7,8 +7,7 @@ from typing import Literal
 
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, RequestError
 from multilora_engine.lora.adapter_file import DiskAdapter
-from multilora_engine.lora.adapter_state import AdapterState, FreedBy, Memory
-from multilora_engine.lora.cached_adapter import CachedAdapter
+from multilora_engine.lora.adapter_state import AdapterState, CachedAdapter, FreedBy, Memory
 from multilora_engine.lora.disk_traffic import DiskTraffic
 from multilora_engine.lora.format import any_dora, ranks_of
 from multilora_engine.lora.host_tier import Arrival, HostTier

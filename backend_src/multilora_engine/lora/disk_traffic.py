@@ -14,8 +14,7 @@ from typing import Any
 
 from multilora_engine.errors import AdapterNotFound, AdapterNotLoaded, RequestError
 from multilora_engine.lora.adapter_file import DamagedFile, DiskAdapter
-from multilora_engine.lora.adapter_state import File, Memory
-from multilora_engine.lora.cached_adapter import CachedAdapter
+from multilora_engine.lora.adapter_state import CachedAdapter, File, Memory
 from multilora_engine.lora.disk_tier import DiskTier, OpenFile
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import PackedRow

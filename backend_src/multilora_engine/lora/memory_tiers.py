@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Set
 
-from multilora_engine.lora.cached_adapter import CachedAdapter
+from multilora_engine.lora.adapter_state import CachedAdapter
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.host_tier import HostTier
 

@@ -11,10 +11,9 @@ from multilora_engine.engine.engine_stats import WeightStats
 from multilora_engine.engine.weight_info import PathChoice, WeightInfo
 from multilora_engine.errors import AdapterNotFound, AdapterNotHere, InvalidRequest
 from multilora_engine.lora.adapter_events import AdapterEvents
-from multilora_engine.lora.life_cycle import LoRAStats
+from multilora_engine.lora.life_cycle import LoRAStats, Residency
 from multilora_engine.lora.names import TaskId, scoped_task_id, task_id_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters, describe_remote
-from multilora_engine.lora.residency import Residency
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.process.messages import AdapterScope
 from multilora_engine.process.operations import (

@@ -12,7 +12,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,12 +21,11 @@ from typing import Protocol
 
 import zmq
 
-from multilora_engine.engine.block_events import BlockEvent
+from multilora_engine.engine.kv_cache import BlockEvent
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import Cancelled, ConfigError, EngineUnavailable, InternalError, RequestError
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import TaskId
-from multilora_engine.process.claims import Claims
 from multilora_engine.process.connection import Connection
 from multilora_engine.process.messages import (
     Abort,
@@ -48,6 +48,31 @@ from multilora_engine.process.messages import (
 from multilora_engine.process.operations import Operation
 from multilora_engine.process.outbox import join_outputs
 from multilora_engine.request import GenerationRequest, Sender, TokenOutput
+
+
+class Claims:
+    """Shares of limits that a call holds: some until the engine has its adapter, others until the call has ended.
+
+    The end of the call gives back both, each once.
+    """
+
+    def __init__(self) -> None:
+        self.until_taken = ExitStack()
+        self.until_ended = ExitStack()
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Give back both when the block raises: the call never came to the engine."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self.until_taken.close()
+        self.until_ended.close()
+
 
 _CANCELLATION_INTERVAL_S = 0.1
 """How often Triton is asked which requests are cancelled. Each is a question of its own, which wakes a thread here and

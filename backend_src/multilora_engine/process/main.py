@@ -25,8 +25,7 @@ from multilora_engine.log_lines import configure_logging
 from multilora_engine.process.drain import DrainOrder
 from multilora_engine.process.heartbeat import Heartbeat
 from multilora_engine.process.messages import Launch, Started, StartFailed
-from multilora_engine.process.served_engine import ServedEngine
-from multilora_engine.process.server import serve
+from multilora_engine.process.server import ServedEngine, serve
 from multilora_engine.process.start_report import report, take_stdout
 from multilora_engine.process.usage import AdapterUsage
 

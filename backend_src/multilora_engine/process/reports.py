@@ -9,8 +9,7 @@ import msgspec
 
 from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats, WeightStats
 from multilora_engine.engine.weight_info import WeightInfo
-from multilora_engine.lora.life_cycle import LoRAStats
-from multilora_engine.lora.residency import Residency
+from multilora_engine.lora.life_cycle import LoRAStats, Residency
 from multilora_engine.process.telemetry import RequestStats
 from multilora_engine.process.usage import Usage
 from multilora_wire.adapter_event import AdapterEvent

@@ -5,19 +5,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import zmq
 
+from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
+from multilora_engine.engine.kv_cache import BlockEvent, BlockEvents
 from multilora_engine.engine_info import EngineInfo
-from multilora_engine.errors import AdapterNotFound, EngineUnavailable, InternalError, RequestError
-from multilora_engine.lora.names import label_of
-from multilora_engine.process.adapter_operator import AdapterOperator, PendingReport
-from multilora_engine.process.awaited_answers import AwaitedAnswer, report_output, upload_output
-from multilora_engine.process.block_watch import BlockWatch
+from multilora_engine.errors import AdapterNotFound, AdapterNotKept, EngineUnavailable, InternalError, RequestError
+from multilora_engine.lora.adapter_events import AdapterEvents
+from multilora_engine.lora.layout import PackedAdapter
+from multilora_engine.lora.names import TaskId, label_of
+from multilora_engine.lora.remote import RemoteAdapters
+from multilora_engine.process.adapter_operator import AdapterOperator, ManagedAdapters, ManagedWeights, PendingReport
 from multilora_engine.process.drain import DrainOrder
 from multilora_engine.process.fronts import Fronts
 from multilora_engine.process.heartbeat import Heartbeat
@@ -26,6 +31,7 @@ from multilora_engine.process.messages import (
     AdapterHeader,
     AdapterTaken,
     Add,
+    BlockChanges,
     Hello,
     Operate,
     PutAdapter,
@@ -38,13 +44,104 @@ from multilora_engine.process.messages import (
     read_adapter,
 )
 from multilora_engine.process.outbox import MAX_QUEUED_MESSAGES
-from multilora_engine.process.rates import RateLimits
-from multilora_engine.process.reports import LoadReport, ModelReport
-from multilora_engine.process.routes import Route, Routes
-from multilora_engine.process.served_engine import ServedEngine
+from multilora_engine.process.reports import LoadReport, ModelReport, Report
+from multilora_engine.process.routes import RateLimits, Route, Routes
 from multilora_engine.process.telemetry import RequestTelemetry
 from multilora_engine.process.usage import AdapterUsage
 from multilora_engine.request import GenerationRequest, TokenOutput
+
+_MAX_WAITING = 1 << 16
+"""Events that wait for a front that does not read. A front that misses one knows a wrong cache, and is told no more."""
+
+
+class BlockWatch:
+    """At most one front watches. Events that it cannot take yet wait for it."""
+
+    def __init__(self, events: BlockEvents, fronts: Fronts) -> None:
+        self._events = events
+        self._fronts = fronts
+        self._front: bytes | None = None
+        self._waiting: list[BlockEvent] = []
+
+    def begin(self, front: bytes) -> None:
+        """Tell `front` from now on."""
+        self._front = front
+        self._events.want()
+        self._events.take()
+        self._waiting.clear()
+
+    def flush(self) -> None:
+        """Send the events so far."""
+        self._waiting += self._events.take()
+        if not self._waiting or self._front is None:
+            return
+        if self._front not in self._fronts or len(self._waiting) > _MAX_WAITING:
+            self._front = None
+            self._waiting.clear()
+        elif self._fronts.send(self._front, BlockChanges(self._waiting)):
+            self._waiting = []
+
+
+class ServedAdapters(ManagedAdapters, Protocol):
+    """The part of `multilora_engine.lora.manager.LoRAManager` that the server and its operator use."""
+
+    def save(self, lora_task_id: TaskId) -> Future[None] | None: ...
+
+
+class ServedEngine(Protocol):
+    """The part of `multilora_engine.engine.engine.Engine` that the server uses."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def loras(self) -> ServedAdapters: ...
+    @property
+    def remote(self) -> RemoteAdapters: ...
+    @property
+    def lora_events(self) -> AdapterEvents: ...
+    @property
+    def weights(self) -> ManagedWeights: ...
+    @property
+    def block_events(self) -> BlockEvents: ...
+    @property
+    def stats(self) -> EngineStats: ...
+    @property
+    def adapters_in_use(self) -> AdaptersInUse: ...
+    def put_adapter(self, lora_task_id: TaskId, adapter: PackedAdapter, name: str = "") -> None: ...
+    def add_request(self, request: GenerationRequest) -> None: ...
+    def abort(self, request_id: str) -> TokenOutput | None: ...
+    def step(self, on_progress: Callable[[], None]) -> list[TokenOutput]: ...
+    def note_sent(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AwaitedAnswer:
+    """The answer of one request to one front. `answer` is called once `is_ready`, and may raise a RequestError."""
+
+    front: bytes
+    request_id: str
+    is_ready: Callable[[], bool]
+    answer: Callable[[], TokenOutput]
+
+
+def upload_output(done: TokenOutput, task_id: TaskId, write: Future[None]) -> TokenOutput:
+    """`done`, once the adapter's file is written: an acknowledged adapter is never lost. Raises AdapterNotKept."""
+    try:
+        write.result()
+    except OSError as error:
+        raise AdapterNotKept(task_id, str(error)) from error
+    except CancelledError:
+        logger.info("LoRA task %s was unloaded or replaced before its file was written", label_of(task_id))
+    return done
+
+
+def report_output(request_id: str, report: Report) -> TokenOutput:
+    """The final output of an operation: its text is the report, in JSON."""
+    return TokenOutput(request_id, [], msgspec.json.encode(report).decode(), finish_reason="stop")
+
 
 _MAX_MESSAGES_PER_STEP = 256
 """A flood of requests must not keep the running ones from their next step."""

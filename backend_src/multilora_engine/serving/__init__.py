@@ -2,13 +2,13 @@
 
 triton_model                               generation, generation_unary: the wiring of
   generation_front, front                  a request accepted
-  request_parser, calls                    the call that its tensors ask for, checked
+  request_parser                           the call that its tensors ask for, checked
   sampling_inputs, unsupported             how tokens are chosen; inputs that this server has no use for
   senders, call_limits                     the rights and limits of its sender
-  sent_adapter, uploads, in_flight         an adapter that comes with it; amounts that are under way
+  sent_adapter, uploads                    an adapter that comes with it; amounts that are under way
   ordered_jobs                             long jobs, in order
   replies, outputs                         when to answer, with which tensors
-  prompt_answer, prompt_logits             the part of an answer that tells of the prompt
+  prompt_answer                            the part of an answer that tells of the prompt
 preprocessing, postprocessing              text to tokens for the ensembles, tokens to text; both an
   immediate_model                          a model that answers at once
 adapters_model                             operators' questions about adapters

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from multilora_engine.engine_info import CallLimits, EngineInfo
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.request import SamplingParams
-from multilora_engine.serving.calls import GenerateCall
+from multilora_engine.serving.request_parser import GenerateCall
 from multilora_engine.serving.token_lists import word_bytes
 
 _LOGIT_BYTES = 4

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multilora_engine.histogram import SECONDS, Histogram
-from multilora_engine.lora.residency import Residency
+from multilora_engine.lora.life_cycle import Residency
 from multilora_engine.serving.triton_api import backend_utils
 
 NAME = "multilora_lora_adapter_load_seconds"

@@ -30,7 +30,7 @@ import msgspec
 
 from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.histogram import Histogram
-from multilora_engine.lora.residency import Residency
+from multilora_engine.lora.life_cycle import Residency
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.operations import ReadStats
 from multilora_engine.process.reports import StatsReport

@@ -21,7 +21,7 @@ from multilora_engine.serving.inputs import ENSEMBLE_NAMES
 from multilora_engine.serving.metrics import MetricsPublisher
 from multilora_engine.serving.senders import read_key_ring, read_proxy_secret
 from multilora_engine.serving.triton_api import TritonRequest, prepare_stub
-from multilora_engine.tritonserver.free_space import check_free_space
+from multilora_engine.tritonserver.installation import check_free_space
 from multilora_wire.layout import adapter_pages
 
 _FIRST_CONTACT_S = 30.0

@@ -21,7 +21,7 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from multilora_engine.errors import ConfigError, MultiloraError
-from multilora_engine.process.backoff import Backoff
+from multilora_engine.process.supervisor import Backoff
 from multilora_engine.tritonserver import ServerFailed, ServerOptions, ServerProcess
 from multilora_engine.tritonserver.checkpoint import resolve_checkpoint
 from multilora_engine.tritonserver.probe import Busy, NotReady, ProbeFailed, probe_generation

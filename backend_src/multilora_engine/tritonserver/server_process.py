@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -25,11 +25,10 @@ from multilora_engine.process.drain import drain_engine
 from multilora_engine.process.paths import ENGINE_MODULE, RELAY_MODULE, socket_path, temporary_folder
 from multilora_engine.shared_python import check_paths_are_ascii
 from multilora_engine.tritonserver.addresses import Addresses, resolve_addresses
-from multilora_engine.tritonserver.arguments import server_arguments
+from multilora_engine.tritonserver.arguments import hardening_arguments, server_arguments, tracing_arguments
 from multilora_engine.tritonserver.checkpoint import check_checkpoint, check_stub_opens
-from multilora_engine.tritonserver.free_space import check_free_space
-from multilora_engine.tritonserver.hardening import hardening_arguments
 from multilora_engine.tritonserver.installation import (
+    check_free_space,
     check_programs,
     find_installation,
     has_gpu,
@@ -37,21 +36,57 @@ from multilora_engine.tritonserver.installation import (
     server_environment,
 )
 from multilora_engine.tritonserver.log import ServerLog
-from multilora_engine.tritonserver.marked_processes import (
-    TOKEN_VARIABLE,
-    dead_children,
-    kill_marked_processes,
-    marked_processes,
-    runs_module,
-)
 from multilora_engine.tritonserver.options import ServerOptions
 from multilora_engine.tritonserver.probe import Busy, NotReady, ProbeFailed, is_ready, probe_generation
 from multilora_engine.tritonserver.repository import check_configs, find_model_repository, model_names, write_overridden
 from multilora_engine.tritonserver.request_guard import guarded
 from multilora_engine.tritonserver.shared_memory import claim_regions, remove_leftovers
-from multilora_engine.tritonserver.tracing import tracing_arguments
 from multilora_engine.tritonserver.upstream_models import add_upstream_models
 from multilora_wire.end_with_parent import end_with_parent
+
+TOKEN_VARIABLE = "MULTILORA_SERVER"
+"""The environment variable that holds the server's token."""
+
+
+def kill_marked_processes(token: str, spared: Collection[int] = ()) -> None:
+    """SIGKILL every process of the server of `token` but those `spared`."""
+    for pid in set(marked_processes(token)).difference(spared):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def marked_processes(token: str, proc: Path = Path("/proc")) -> Iterator[int]:
+    """Every process whose environment says it belongs to the server of `token`.
+
+    proc: a directory like proc(5), with a directory for each process.
+    """
+    mark = f"{TOKEN_VARIABLE}={token}".encode()
+    # Not `glob`, which lets an error through that a process causes when it ends at the wrong moment (ESRCH).
+    for name in filter(str.isdecimal, os.listdir(proc)):
+        with contextlib.suppress(OSError):
+            if mark in (proc / name / "environ").read_bytes().split(b"\0"):
+                yield int(name)
+
+
+def dead_children(parent: int, proc: Path = Path("/proc")) -> Iterator[int]:
+    """Every child of a process that has ended, and that the parent has not noticed yet.
+
+    proc: a directory like proc(5), with a directory for each process.
+    """
+    for name in filter(str.isdecimal, os.listdir(proc)):
+        with contextlib.suppress(OSError):
+            # The name, between brackets, may have any characters.
+            state, parent_pid, *_ = (proc / name / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if state == "Z" and int(parent_pid) == parent:
+                yield int(name)
+
+
+def runs_module(pid: int, module: str) -> bool:
+    """Whether a process is Python with this module as its program."""
+    with contextlib.suppress(OSError):
+        return module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return False
+
 
 logger = logging.getLogger(__name__)
 

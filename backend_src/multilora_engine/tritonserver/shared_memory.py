@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from multilora_engine.tritonserver.free_space import SHARED_MEMORY
+from multilora_engine.tritonserver.installation import SHARED_MEMORY
 
 _REGION_PREFIX = "triton_python_backend_shm_region_multilora_"
 """Newer servers refuse clients that register a region whose name starts with Triton's own prefix, so ours does."""

@@ -9,8 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats, PrefixCacheStats
-from multilora_engine.lora.life_cycle import LoRAStats, TierStats
-from multilora_engine.lora.residency import Residency
+from multilora_engine.lora.life_cycle import LoRAStats, Residency, TierStats
 from multilora_engine.process.reports import LoadReport, StatsReport
 from multilora_engine.process.telemetry import RequestStats
 from multilora_engine.process.usage import Usage

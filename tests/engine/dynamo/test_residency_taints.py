@@ -13,7 +13,7 @@ from multilora_engine.dynamo import residency_taints
 from multilora_engine.dynamo.fleet_router import FleetRouter
 from multilora_engine.dynamo.residency_taints import ResidencyTaints, preferred_taints
 from multilora_engine.dynamo.workers import Workers
-from multilora_engine.lora.residency import Level, Residency, Resident
+from multilora_engine.lora.life_cycle import Level, Residency, Resident
 
 
 def residency(*names: str, level: Level = "gpu") -> Residency:

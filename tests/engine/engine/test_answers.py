@@ -18,10 +18,9 @@ from multilora_engine.engine import answers, engine
 from multilora_engine.engine.answers import Answers
 from multilora_engine.engine.beam_search import BeamSearch
 from multilora_engine.engine.engine import Engine
-from multilora_engine.engine.held_outputs import HeldOutputs, PromptReport
 from multilora_engine.engine.host_work import HostWork
 from multilora_engine.engine.scheduler import Scheduler
-from multilora_engine.engine.sequence import Sequence
+from multilora_engine.engine.sequence import HeldOutputs, PromptReport, Sequence
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.request import GenerationRequest, Guide, SamplingParams
 from multilora_engine.sampling import logits, sampler

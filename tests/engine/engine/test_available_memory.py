@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from multilora_engine.engine.available_memory import available_memory, give_back_freed_memory
+from multilora_engine.engine.memory import available_memory, give_back_freed_memory
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig
-from multilora_engine.engine.block_table import BlockTable
 from multilora_engine.engine.engine import Engine
+from multilora_engine.engine.sequence import BlockTable
 from multilora_engine.request import GenerationRequest, SamplingParams
 
 

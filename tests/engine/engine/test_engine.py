@@ -36,10 +36,10 @@ from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import write_file_atomically
 from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.free_pages import PagePool
 from multilora_engine.lora.life_cycle import OnEvent
 from multilora_engine.lora.names import TenantTaskId
 from multilora_engine.lora.page_copies import PageCopy, copy_at_once
-from multilora_engine.lora.page_pool import PagePool
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.process.messages import Welcome, decode_from_engine, encode
 from multilora_engine.request import GenerationRequest, Guide, SamplingParams, Sender

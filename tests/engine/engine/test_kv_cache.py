@@ -11,7 +11,7 @@ from support.paged_memory import PoisonedBlocks
 
 from multilora_engine.engine.kv_cache import BlockCopy
 from multilora_engine.engine.sequence import Sequence
-from multilora_engine.lora.cached_adapter import CachedAdapter
+from multilora_engine.lora.adapter_state import CachedAdapter
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
 from multilora_engine.text.text_stream import TextStream
 from multilora_wire.layout import PageShape

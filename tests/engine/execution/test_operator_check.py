@@ -10,7 +10,7 @@ from transformers import Cohere2Config, Cohere2ForCausalLM, Glm4Config, Glm4ForC
 
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.execution.operator_check import faults_named, operator_shapes
-from multilora_engine.lora.table_rows import TableRows
+from multilora_engine.lora.device_tier import TableRows
 from multilora_engine.models.loader import load_model
 from multilora_engine.models.weights import Placement
 from multilora_kernels.cuda import block_sizes

@@ -13,7 +13,7 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.execution.forward_batch import ForwardBatch, KVCache
 from multilora_engine.execution.step_memory import step_lens, step_memory
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
-from multilora_engine.lora.table_rows import TableRows
+from multilora_engine.lora.device_tier import TableRows
 from multilora_engine.models.decoder import Decoder
 from multilora_engine.models.loader import load_model
 from multilora_engine.models.weights import Placement

@@ -18,11 +18,11 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.adapter_file import DamagedFile
+from multilora_engine.lora.device_tier import TableRows
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import ARENA_DTYPES, pack_adapter
+from multilora_engine.lora.free_pages import PagePool
 from multilora_engine.lora.layout import PackedAdapter
-from multilora_engine.lora.page_pool import PagePool
-from multilora_engine.lora.table_rows import TableRows
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_kernels import LoRATables, reference

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from multilora_engine.lora.event_log import EventLog
+from multilora_engine.lora.adapter_events import EventLog
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.lora.page_pool import PagePool
+from multilora_engine.lora.free_pages import PagePool
 from multilora_wire.layout import PageShape
 
 PAGE_BYTES = 3 << 12

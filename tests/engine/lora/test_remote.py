@@ -29,8 +29,8 @@ from multilora_engine.errors import (
     QueueFull,
     SourceUnavailable,
 )
+from multilora_engine.lora.adapter_events import EventLog
 from multilora_engine.lora.device_tier import DeviceTier
-from multilora_engine.lora.event_log import EventLog
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import PackedAdapter

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from multilora_engine.process.backoff import Backoff
+from multilora_engine.process.supervisor import Backoff
 
 
 def test_it_waits_longer_for_each_death_in_a_row_up_to_a_bound() -> None:

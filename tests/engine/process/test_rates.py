@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multilora_engine.errors import RateExceeded
-from multilora_engine.process.rates import RateLimits
+from multilora_engine.process.routes import RateLimits
 from multilora_engine.request import Sender
 
 

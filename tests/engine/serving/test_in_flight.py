@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from multilora_engine.errors import TooManyUploads
-from multilora_engine.serving.in_flight import InFlight
+from multilora_engine.serving.uploads import InFlight
 
 
 def too_many(num_under_way: int, amount: int) -> TooManyUploads:

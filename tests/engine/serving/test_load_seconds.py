@@ -4,7 +4,7 @@ import pytest
 from support.fake_triton import FakeMetricFamily
 
 from multilora_engine.histogram import Histogram
-from multilora_engine.lora.residency import Residency
+from multilora_engine.lora.life_cycle import Residency
 from multilora_engine.serving.load_seconds import NAME, LoadSeconds
 
 

@@ -19,8 +19,7 @@ from support.served_engine import served
 from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.histogram import Histogram
 from multilora_engine.lora.format import pack_adapter
-from multilora_engine.lora.life_cycle import LoRAStats, TierStats
-from multilora_engine.lora.residency import Residency, Resident
+from multilora_engine.lora.life_cycle import LoRAStats, Residency, Resident, TierStats
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.reports import LoadReport, StatsReport
 from multilora_engine.process.telemetry import RequestStats

@@ -13,9 +13,8 @@ from support.fake_triton import FakeRequest
 from multilora_engine.errors import InvalidRequest, RequestError, Unsupported
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.request import Guide, SamplingParams
-from multilora_engine.serving.calls import GenerateCall, UploadCall
 from multilora_engine.serving.inputs import InputTensors
-from multilora_engine.serving.request_parser import is_stop, read_call
+from multilora_engine.serving.request_parser import GenerateCall, UploadCall, is_stop, read_call
 from multilora_engine.text.tokenizer import Tokenizer
 
 MESSAGES = '[{"role": "user", "content": "Say hi"}]'

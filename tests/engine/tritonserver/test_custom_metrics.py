@@ -75,7 +75,7 @@ LOADS = """
 import triton_python_backend_utils as pb_utils
 
 from multilora_engine.histogram import Histogram
-from multilora_engine.lora.residency import Residency
+from multilora_engine.lora.life_cycle import Residency
 from multilora_engine.serving.load_seconds import LoadSeconds
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.tritonserver import ServerOptions
-from multilora_engine.tritonserver.hardening import hardening_arguments
+from multilora_engine.tritonserver.arguments import hardening_arguments
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from multilora_engine.tritonserver.marked_processes import TOKEN_VARIABLE, marked_processes
+from multilora_engine.tritonserver.server_process import TOKEN_VARIABLE, marked_processes
 
 
 def test_a_process_that_ends_while_it_is_looked_at_is_passed_over(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from multilora_client.http_transport import HttpTransport
 from multilora_client.tensors import string_tensor
 from multilora_engine.errors import ConfigError
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
-from multilora_engine.tritonserver.tracing import tracing_arguments
+from multilora_engine.tritonserver.arguments import tracing_arguments
 
 TRACE_IDS = ("0af7651916cd43dd8448eb211c80319c", "4bf92f3577b34da6a3ce929d0e0e4736")
 SPAN_ID = "b7ad6b7169203331"
