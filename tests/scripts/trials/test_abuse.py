@@ -63,10 +63,11 @@ def test_the_table_has_a_line_for_each_attack() -> None:
     assert line == "| a \\| b | proxy | 20, 30 | 20, 30 | 0 | 100, 1,000 | INVALID_ARG | fine |"
 
 
-def test_the_docs_show_every_attack_once_they_are_measured() -> None:
+def test_the_docs_show_attacks_that_there_are_each_once_in_their_order() -> None:
     _, _, *lines = [line for line in read_table(abuse.PAGE, abuse.TABLE).splitlines() if line.startswith("|")]
     shown = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in lines]
-    assert shown in ([], [(name, scene.title) for scene in SCENES for name in scene.attacks])
+    attacks = iter([(name, scene.title) for scene in SCENES for name in scene.attacks])
+    assert all(row in attacks for row in shown)  # which are behind the row before
 
 
 def test_every_attack_can_be_handed_to_a_process_of_its_own() -> None:
