@@ -82,11 +82,18 @@ def send_one_long_repetitive_word(doors: Doors) -> str:
 
 def send_many_schemas(doors: Doors) -> str:
     """Send 64 rows in one request, each with a schema of its own."""
-    return answers(doors, [_guided([_schema(row) for row in range(64)])])
+    return answers(doors, [_guided([("json_schema", _schema(row)) for row in range(64)])])
 
 
 def send_as_many_schemas_as_allowed(doors: Doors) -> str:
-    return stream_of_attacks(doors, lambda n: _guided([_schema(16 * n + row) for row in range(16)]), at_once=4)
+    return stream_of_attacks(
+        doors, lambda n: _guided([("json_schema", _schema(16 * n + row)) for row in range(16)]), at_once=4
+    )
+
+
+def send_hostile_guides(doors: Doors) -> str:
+    """Send 100 guides that overflow a stack, never end, fill the memory or have costly masks, each another one."""
+    return answers(doors, [_guided([hostile_guide(number)]) for number in range(100)], at_once=8)
 
 
 def send_many_sequences(doors: Doors) -> str:
@@ -232,6 +239,7 @@ ENGINE_ATTACKS: Mapping[str, Attack] = {
     "a stop word of 65,001 characters": send_one_long_repetitive_word,
     "64 schemas of 58 kB in a request": send_many_schemas,
     "16 schemas of 58 kB in a request, again and again": send_as_many_schemas_as_allowed,
+    "100 guides that overflow, never end, fill the memory": send_hostile_guides,
     "4 x 128 sequences": send_many_sequences,
     "64 rows x 128 sequences": send_rows_times_sequences,
     "32,768 biases, again and again": send_as_many_biases_as_allowed,
@@ -276,14 +284,51 @@ def _with_logits(model: str, num_tokens: int) -> service_pb2.ModelInferRequest:
     return infer_request(model, input_ids=[[9] * num_tokens], max_tokens=[[1]], return_context_logits=[[True]])
 
 
-def _guided(schemas: list[str]) -> service_pb2.ModelInferRequest:
+def _guided(guides: list[tuple[str, str]]) -> service_pb2.ModelInferRequest:
+    """guides: their types and texts, each for a row."""
     return infer_request(
         "generation_unary",
-        text_input=[["Answer in JSON."]] * len(schemas),
-        max_tokens=[[8]] * len(schemas),
-        guided_decoding_guide_type=[["json_schema"]] * len(schemas),
-        guided_decoding_guide=[[schema] for schema in schemas],
+        text_input=[["Answer in this form."]] * len(guides),
+        max_tokens=[[64]] * len(guides),
+        guided_decoding_guide_type=[[kind] for kind, _ in guides],
+        guided_decoding_guide=[[text] for _, text in guides],
     )
+
+
+def hostile_guide(number: int) -> tuple[str, str]:
+    """The type and text of a guide, one for each number; twelve kinds take turns."""
+    makers = (
+        lambda n: ("ebnf_grammar", _rules(": ", "start", 3000 + n, "")),
+        lambda n: ("ebnf_grammar", _rules(" ::= ", "root", 2500 + n, " b")),
+        lambda n: ("json_schema", _references('{"items":REF}', 1200 + n)),
+        lambda n: ("json_schema", _references('{"properties":{"a":REF}}', 1000 + n)),
+        lambda n: ("json_schema", _references('{"allOf":[REF]}', 1200 + n)),
+        lambda n: ("ebnf_grammar", f'start: p::{2**64 - 1 - n:#x}\np::_ : "a" p::incr(_) | p::decr(_) "b"'),
+        lambda n: ("ebnf_grammar", "start: T\nT: " + " & ".join(f"/.*a.{{{i}}}/" for i in range(1, 40 + n))),
+        lambda n: ("json_schema", json.dumps({"allOf": [_pattern(i) for i in range(1, 60 + n)]})),
+        lambda n: ("regex", rf"(\p{{L}}*\p{{Lu}}\p{{L}}{{{200 + n}}}b)"),
+        lambda n: ("ebnf_grammar", f"start: s\ns: A s | B s | A\nA: /[a-z]/\nB: /[a-{chr(100 + n)}]/"),
+        lambda n: ("regex", "many words that are forced " * 2000 + str(n)),
+        lambda n: ("json_schema", _schema(n)),
+    )
+    return makers[number % len(makers)](number // len(makers))
+
+
+def _rules(defines: str, start: str, number: int, behind: str) -> str:
+    """A chain of so many rules."""
+    rules = "\n".join(f"a{i}{defines}a{i + 1}{behind}" for i in range(number))
+    return f'{start}{defines}a0\n{rules}\na{number}{defines}"x"\nb{defines}"y"'
+
+
+def _references(link: str, number: int) -> str:
+    """A chain of so many references, each in the place of REF."""
+    links = {f"{i}": json.loads(link.replace("REF", f'{{"$ref":"#/$defs/{i + 1}"}}')) for i in range(number)}
+    schema = {"$ref": "#/$defs/0", "$defs": {**links, f"{number}": {"type": "integer"}}}
+    return json.dumps(schema, separators=(",", ":"))
+
+
+def _pattern(number: int) -> Mapping[str, str]:
+    return {"type": "string", "pattern": f"a{{{number}}}.*b{{{number}}}"}
 
 
 def _schema(seed: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
 import time
 from collections import Counter
@@ -21,9 +20,6 @@ from multilora_engine.sampling.guided import GuideMatcher
 
 _NUM_THREADS = 4
 """So many guides are compiled at once. More than cores, so that those that take long leave room for others."""
-
-_STACK_BYTES = 64 << 20
-"""Of each thread: several times what the sandbox has, in which guides are compiled first. Memory is taken as used."""
 
 _SMALL_SHARE = 256
 """A guide of up to one 256th of the limit for all is small."""
@@ -42,8 +38,8 @@ class Compiler(Protocol):
 
 
 class GuideQueue:
-    """Belongs to the engine's thread; guides are compiled by other ones, which the first guide starts. `GuideTurns`
-    says in which order. They compute while the cores have nothing else to do, such as in the pauses of a step.
+    """Belongs to the engine's thread; other ones, which the first guide starts, have guides compiled. `GuideTurns` says
+    in which order.
     """
 
     def __init__(self, make_compiler: Callable[[], Compiler], timeout_s: float) -> None:
@@ -81,8 +77,10 @@ class GuideQueue:
         with self._wake_up:
             self._turns.add(job)
             self._wake_up.notify()
-        if not self._threads:
-            self._start_threads()
+        while len(self._threads) < _NUM_THREADS:
+            name = f"guide-compiler-{len(self._threads)}"
+            self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
+            self._threads[-1].start()
 
     def give_up(self, sequence: Sequence) -> bool:
         """Let a sequence wait no longer; whether it did."""
@@ -117,19 +115,7 @@ class GuideQueue:
         if self._compiler is not None:
             self._compiler.close()
 
-    def _start_threads(self) -> None:
-        previous = threading.stack_size(_STACK_BYTES)
-        try:
-            for number in range(_NUM_THREADS):
-                self._threads.append(threading.Thread(target=self._run, name=f"guide-compiler-{number}", daemon=True))
-                self._threads[-1].start()
-        finally:
-            threading.stack_size(previous)
-
     def _run(self) -> None:
-        # A step's threads sleep and wake hundreds of times. One that wakes takes its core from a thread of this class
-        # at once; from a thread that is only nice, after milliseconds.
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         while (job := self._next()) is not None:
             seconds = 0.0
             if not job.is_given_up:

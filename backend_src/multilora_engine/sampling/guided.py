@@ -6,10 +6,11 @@ of compiled guides.
 
 from __future__ import annotations
 
-import ctypes
+import os
 import threading
 import time
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
@@ -35,9 +36,6 @@ from multilora_engine.text.tokenizer import Tokenizer
 _MAX_KEPT_BYTES = 40 << 20
 """The most memory that one compiled guide may keep. 700 integers with bounds, in 64 kB, keep 36 MB."""
 
-_LARGE_BYTES = 1 << 20
-"""A compiled guide that keeps more leaves much memory that it needed no longer to the C library, which keeps that."""
-
 _MAX_CACHED_BYTES = 48 << 20
 """The most memory of compiled guides that are kept for further requests, their lexers at their largest."""
 
@@ -54,11 +52,15 @@ _MAX_TOKENS_OF_A_LEXER = 20_000
 """A lexer grows with the tokens of all answers that it guides, and ends them at its limit. So further answers get a new
 one then."""
 
+_MAX_BUILD_S = 1.0
+"""The most seconds of a processor that the engine compiles a guide for. A legal one of 64 kB takes 0.4."""
+
+_STACK_BYTES = 64 << 20
+"""Of the thread that compiles, several times what the sandbox has. Memory is taken as it is used."""
+
 _MAX_ERROR_CHARS = 500
 
 _Value = TypeVar("_Value")
-
-_libc = ctypes.CDLL(None)
 
 
 @dataclass(eq=False)
@@ -156,7 +158,8 @@ class GuideCompiler:
     """Guides to matchers, for one tokenizer and a model whose logits are `vocab_size` wide. For several threads.
 
     What a client sent is read and compiled in the sandbox first. The engine's process compiles what the sandbox
-    survived.
+    survived, in one thread, which computes while the cores have nothing else to do, such as in the pauses of a step.
+    One, because the C library keeps the memory that each thread needed while it compiled.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -166,6 +169,7 @@ class GuideCompiler:
         with_text = [token_id for token_id in range(vocab_size) if tokenizer.token_bytes(token_id)]
         self._text_tokens = self._mask(with_text) & ~self._mask([table.eos_token_id])
         self._sandbox = GuideSandbox(table)
+        self._builder = _make_builder()
         self._lock = threading.Lock()
         self._in_use: WeakValueDictionary[Guide, CompiledGuide] = WeakValueDictionary()
         self._compiled: _Recent[CompiledGuide] = _Recent(_MAX_CACHED_BYTES)
@@ -177,8 +181,9 @@ class GuideCompiler:
         self._sandbox.start()
 
     def close(self) -> None:
-        """End the sandbox."""
+        """End the sandbox, and the thread after the guide that it compiles."""
         self._sandbox.close()
+        self._builder.shutdown(cancel_futures=True)
 
     def matcher(self, guide: Guide, end_tokens: tuple[int, ...], watch: GuideWatch | None = None) -> GuideMatcher:
         """A matcher at the start of the answer.
@@ -205,7 +210,8 @@ class GuideCompiler:
             trial = self._trials.get(guide)
         try:
             trial = trial or self._sandbox.try_guide(guide, watch)
-            compiled = self._build(guide, trial)
+            compiled, seconds = self._builder.submit(self._build, guide, trial).result()
+            watch.seconds += seconds
         except InvalidRequest as error:
             with self._lock:
                 self._refused.put(guide, (time.monotonic(), str(error)), guide.num_bytes)
@@ -216,19 +222,25 @@ class GuideCompiler:
             self._compiled.put(guide, compiled, compiled.kept_bytes + MAX_LEXER_BYTES)
         return compiled
 
-    def _build(self, guide: Guide, trial: Trial) -> CompiledGuide:
+    def _build(self, guide: Guide, trial: Trial) -> tuple[CompiledGuide, float]:
+        """The seconds of a processor that it took, too."""
+        started_s = time.thread_time()
+        name = f"the {guide.type} guide of {guide.num_bytes} bytes"
         if trial.kept_bytes > _MAX_KEPT_BYTES:
             raise InvalidRequest(
-                f"the {guide.type} guide of {guide.num_bytes} bytes keeps {trial.kept_bytes} bytes of memory when "
-                f"it is compiled, {_MAX_KEPT_BYTES} at most are accepted"
+                f"{name} keeps {trial.kept_bytes} bytes of memory when it is compiled, {_MAX_KEPT_BYTES} at most are "
+                "accepted"
+            )
+        if trial.build_s > _MAX_BUILD_S:
+            raise InvalidRequest(
+                f"{name} takes {trial.build_s:.2f} s to compile, {_MAX_BUILD_S:g} at most are accepted"
             )
         matcher = make_matcher(self._tokenizer, trial.grammar)
-        if trial.kept_bytes > _LARGE_BYTES:
-            _libc.malloc_trim(0)
         if matcher.is_error():
             raise InvalidRequest(f"the {guide.type} guide is malformed: {_error_of(matcher)}")
         first = matcher.deep_copy()
-        return CompiledGuide(matcher, _next_tokens(first), first.is_accepting(), trial.kept_bytes, trial.copy_bytes)
+        compiled = CompiledGuide(matcher, _next_tokens(first), first.is_accepting(), trial.kept_bytes, trial.copy_bytes)
+        return compiled, time.thread_time() - started_s
 
     def _mask(self, token_ids: tuple[int, ...] | list[int]) -> NDArray[np.int32]:
         return _bitmask([i for i in token_ids if i < self._vocab_size], self._vocab_size)
@@ -255,6 +267,19 @@ class _Recent(Generic[_Value]):
         self._num_bytes += max(num_bytes, 1024)
         while len(self._values) > 1 and self._num_bytes > self._max_bytes:
             self._num_bytes -= self._values.popitem(last=False)[1][1]
+
+
+def _make_builder() -> ThreadPoolExecutor:
+    """One thread of the least priority, with a large stack."""
+    builder = ThreadPoolExecutor(1, "guide-builder")
+    previous = threading.stack_size(_STACK_BYTES)
+    try:
+        # A step's threads sleep and wake hundreds of times. One that wakes takes its core from a thread of this class
+        # at once; from a thread that is only nice, after milliseconds.
+        builder.submit(os.sched_setscheduler, 0, os.SCHED_IDLE, os.sched_param(0)).result()
+    finally:
+        threading.stack_size(previous)
+    return builder
 
 
 def _token_table(tokenizer: Tokenizer, vocab_size: int) -> TokenTable:

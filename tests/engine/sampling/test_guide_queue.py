@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from random import Random
@@ -42,7 +41,6 @@ class GatedCompiler:
         self.gate = threading.Semaphore(0)
         self.begun_with: list[int] = []
         self.compiled: list[int] = []
-        self.scheduling_classes: set[int] = set()
         self.is_started = self.is_closed = False
 
     def start(self) -> None:
@@ -56,7 +54,6 @@ class GatedCompiler:
         self.begun.release()
         assert self.gate.acquire(timeout=TIMEOUT_S)
         self.compiled.append(guide.num_bytes)
-        self.scheduling_classes.add(os.sched_getscheduler(0))
         if guide.num_bytes == 13:
             raise InvalidRequest("malformed")
         if guide.num_bytes == 14:
@@ -98,14 +95,6 @@ def test_small_guides_are_compiled_before_large_ones_that_came_first(
     compiler.gate.release(6)
     results(guides, 6)
     assert compiler.compiled == [5, 2, 2, 7, 8, 9]
-
-
-def test_compiling_takes_only_time_that_no_step_wants(guides: GuideQueue, compiler: GatedCompiler) -> None:
-    guides.add(sequence(), guide(5), ())
-    compiler.gate.release()
-    results(guides, 1)
-    assert compiler.scheduling_classes == {os.SCHED_IDLE}
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 def test_a_client_with_many_small_guides_does_not_keep_another_ones_large_guide_waiting(

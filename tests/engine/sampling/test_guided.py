@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -273,6 +274,22 @@ def test_of_text_that_a_guide_forces_no_more_is_tokenized_for_a_token_than_it_ne
         is_complete = matcher.advance(token_ids[-1])
     assert tokenizer.decode(token_ids) == text
     assert max(lengths) < 1000
+
+
+def test_compiling_takes_only_time_that_no_step_wants(compiler: GuideCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    classes: list[int] = []
+    make_matcher = guided.make_matcher
+
+    def noted(*arguments: Any) -> Any:
+        classes.append(os.sched_getscheduler(0))
+        return make_matcher(*arguments)
+
+    monkeypatch.setattr(guided, "make_matcher", noted)
+    compiler.matcher(Guide("regex", "seldom asked for"), (END,))
+    assert classes == [os.SCHED_IDLE]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    assert compiler._sandbox._process is not None
+    assert os.sched_getscheduler(compiler._sandbox._process.pid) == os.SCHED_IDLE
 
 
 def test_a_lexer_that_has_grown_with_many_answers_is_made_anew(

@@ -23,7 +23,7 @@ from trials.abuse_table import Row, markdown
 from trials.attacker import Attacker
 from trials.door_attacks import _varint
 from trials.doors import Doors, Leak, infer_request
-from trials.engine_attacks import _guided, _prompt, _schema, _word_list
+from trials.engine_attacks import _guided, _prompt, _schema, _word_list, hostile_guide
 from trials.scenes import SCENES, Scene, Stage
 from trials.timing_attacks import chance_of_longer, judge
 from trials.victim import Gaps
@@ -146,4 +146,11 @@ def test_schemas_differ_and_are_as_large_as_one_may_be() -> None:
     schemas = {_schema(seed) for seed in range(3)}
     assert len(schemas) == 3
     assert all(50_000 < len(schema) <= MAX_GUIDE_BYTES and json.loads(schema) for schema in schemas)
-    assert len(values_of(_guided(sorted(schemas)), "guided_decoding_guide")) == 3
+    request = _guided([("json_schema", schema) for schema in sorted(schemas)])
+    assert len(values_of(request, "guided_decoding_guide")) == 3
+
+
+def test_hostile_guides_differ_and_are_no_larger_than_one_may_be() -> None:
+    guides = [hostile_guide(number) for number in range(100)]
+    assert len(set(guides)) == 100
+    assert all(len(text.encode()) <= MAX_GUIDE_BYTES for _, text in guides)

@@ -31,6 +31,12 @@ _HEADER_ALLOWANCE = 16 << 20
 _TENSORS_PER_ROW = 3
 """A, B and, for DoRA, the magnitude."""
 
+_MAX_CONFIG_BYTES = 256 << 10
+"""Parsing JSON keeps the interpreter from the steps: 3 ms for so much."""
+
+_HEADER_BYTES_PER_TENSOR = 512
+"""Of a header of safetensors, which is JSON, too, and has notes of the trainer's beside the tensors."""
+
 _PLAIN_PATTERN = re.compile(r"[\w.|^$\\-]{0,1000}", re.ASCII)
 """Names of modules, alternatives, anchors and escapes: no expression of these takes long to match."""
 
@@ -46,7 +52,8 @@ def pack_directory(adapter: LocalAdapter, layout: AdapterLayout, base_model: Pat
     try:
         if choose_files(os.listdir(adapter.directory)) != PEFT_FILES:
             return read_folder(adapter.directory, adapter.root, layout, base_model.name)
-        _check_patterns(adapter.directory / PEFT_FILES[0])
+        _check_lengths(adapter.directory / PEFT_FILES[0], adapter.directory / PEFT_FILES[1], layout)
+        _check_patterns(adapter.directory / PEFT_FILES[0], layout)
         shapes = _read_shapes(adapter.directory / PEFT_FILES[1], layout)
         check_peft_directory(adapter.directory, layout.sites, base_model.name)
         _check_ranks(shapes, layout)
@@ -82,7 +89,19 @@ def _check_ranks(shapes: Mapping[str, tuple[int, ...]], layout: AdapterLayout) -
             check_rank(key, shape[0 if ".lora_A." in key else 1], layout)
 
 
-def _check_patterns(path: Path) -> None:
+def _check_lengths(config: Path, weights: Path, layout: AdapterLayout) -> None:
+    """Check the lengths of the two texts that are parsed with the interpreter's lock held."""
+    if (num_bytes := config.stat().st_size) > _MAX_CONFIG_BYTES:
+        raise Unusable(f"{config.name} has {num_bytes} bytes, at most {_MAX_CONFIG_BYTES} are read")
+    with weights.open("rb") as file:
+        num_bytes = int.from_bytes(file.read(8), "little")
+    if num_bytes > (
+        limit := _HEADER_BYTES_PER_TENSOR * _TENSORS_PER_ROW * layout.sites.num_columns + _MAX_CONFIG_BYTES
+    ):
+        raise Unusable(f"the header of {weights.name} has {num_bytes} bytes, of this model's adapters {limit} at most")
+
+
+def _check_patterns(path: Path, layout: AdapterLayout) -> None:
     """Patterns are regular expressions from the maker of the adapter, and matching one can take for ever."""
     try:
         config = json.loads(path.read_bytes())
@@ -92,6 +111,10 @@ def _check_patterns(path: Path) -> None:
         patterns = config.get(field) if isinstance(config, dict) else None
         if patterns is not None and not isinstance(patterns, dict):
             raise Unusable(f"{path.name}: {field} is {type(patterns).__name__}, an object is expected")
+        if patterns and len(patterns) > (limit := 2 * layout.sites.num_columns):
+            raise Unusable(
+                f"{path.name}: {field} has {len(patterns)} entries, an adapter of this model {limit} at most"
+            )
         for pattern in patterns or ():
             if _PLAIN_PATTERN.fullmatch(pattern) is None:
                 raise Unusable(

@@ -47,6 +47,11 @@ def _claim_a_long_header(folder: Path) -> None:
     (folder / "adapter_model.safetensors").write_bytes((1 << 62).to_bytes(8, "little") + b"{}")
 
 
+def _write_a_long_header(folder: Path) -> None:
+    header = json.dumps({"__metadata__": {"notes": ""}}).encode().ljust(5_000_000)
+    (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
 def _nest(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("[" * 100_000)
 
@@ -106,7 +111,8 @@ def _too_many(folder: Path) -> None:
     [
         (_truncate, "adapter_model.safetensors is not a safetensors file"),
         (_claim_4_gib, r"q_proj.lora_A.weight: Invalid low_rank \(1073741824\).*; 256 is the most"),
-        (_claim_a_long_header, "adapter_model.safetensors is not a safetensors file"),
+        (_claim_a_long_header, "header of adapter_model.safetensors has 4611686018427387904 bytes, .* 294400 at most"),
+        (_write_a_long_header, "header of adapter_model.safetensors has 5000000 bytes, of this model's adapters"),
         (_nest, "recursion"),
         (_not_a_number, "NaN"),
         (_long_layer, "layers|digits"),
@@ -127,6 +133,11 @@ def _too_many(folder: Path) -> None:
         (_too_many, "adapter_model.safetensors has 64 tensors, an adapter of this model has 63 at most"),
         (lambda folder: _edit(folder, r=17, rank_pattern={}), "rank (4|16), but adapter_config.json says 17"),
         (lambda folder: _edit(folder, rank_pattern={"(a+)+$": 4}), r"rank_pattern has the expression '\(a\+\)\+\$'"),
+        (
+            lambda folder: _edit(folder, x="x" * 300_000),
+            "adapter_config.json has 30.... bytes, at most 262144 are read",
+        ),
+        (lambda folder: _edit(folder, rank_pattern={f"a{i}": 4 for i in range(200)}), "rank_pattern has 200 entries"),
         (lambda folder: _edit(folder, alpha_pattern=["a"]), "alpha_pattern is list, an object is expected"),
         (lambda folder: (folder / "adapter_config.json").write_text("}"), "adapter_config.json is not JSON"),
     ],
