@@ -20,7 +20,7 @@
           TooManyUploads                          a client sends more than `max_uploads_per_client` at once
           TooManyUploadBytes                      unknown clients send more bytes of adapters at once than one known may
           TooManyLogits                           the logits asked for exceed `max_logits_bytes_in_flight`
-          GuidesFull                              the memory of guides in use exceeds `max_guide_bytes_in_flight`
+          GuidesFull                              the guides in use take all the memory that guides may
           GuideTimeout                            a guide was not compiled within `guide_compile_timeout_s`
           QueueFull                               `max_queue_size` requests are waiting already
           QueueShareFull                          so many of one client's are that no more of its may
@@ -249,12 +249,12 @@ class TooManyLogits(Unavailable):
 
 
 class GuidesFull(Unavailable):
-    """The memory of the guides of all requests in flight exceeds `max_guide_bytes_in_flight`."""
+    """The guides of all requests in flight take all the memory that guides may."""
 
     def __init__(self, num_bytes: int, bytes_in_flight: int, max_bytes: int) -> None:
         super().__init__(
-            f"the guide takes {num_bytes} bytes, other guides in flight {bytes_in_flight}, and "
-            f"max_guide_bytes_in_flight is {max_bytes}, half of it for small ones"
+            f"the guide takes {num_bytes} bytes of memory, other guides in flight {bytes_in_flight}, and all together "
+            f"may take {max_bytes}, half of it for small ones"
         )
 
 

@@ -182,7 +182,9 @@ def test_a_guide_that_is_not_compiled_counts_its_text_once_from_its_first_sequen
         in_use.check(one)
         in_use.add(one)
     in_use.check(guide(4))
-    with pytest.raises(GuidesFull, match=r"the guide takes 1 bytes, other guides in flight 10, and .* is 20, half"):
+    with pytest.raises(
+        GuidesFull, match=r"the guide takes 1 bytes of memory, other guides in flight 10, and .* 20, half"
+    ):
         in_use.check(guide(1))
     in_use.remove(guide(6), None)
     with pytest.raises(GuidesFull):
@@ -197,7 +199,7 @@ def test_a_compiled_guide_counts_what_it_keeps_once_and_each_matcher_of_it() -> 
         in_use.add(guide(10))
     for _ in range(2):
         in_use.compiled(guide(10), matcher(300, 80))
-    with pytest.raises(GuidesFull, match=r"the guide takes 394 bytes, other guides in flight 168, "):
+    with pytest.raises(GuidesFull, match=r"the guide takes 394 bytes of memory, other guides in flight 168, "):
         in_use.compiled(guide(10), matcher(300, 80))
     in_use.remove(guide(10), matcher(300, 80))
     in_use.compiled(guide(10), matcher(300, 80))
