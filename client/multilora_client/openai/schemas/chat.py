@@ -73,6 +73,10 @@ class TextPart(Told):
         return {"type": "text", "text": self.content}
 
 
+MAX_MESSAGES = 1 << 14
+"""The most messages of a chat: all other callers wait while they are read, some 15 microseconds each."""
+
+
 class ChatMessage(Told):
     """One turn. `developer` is the name of `system` with newer models of OpenAI.
 
@@ -131,7 +135,7 @@ class ChatRequest(Sampling):
     which gives them their meaning.
     """
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(None, ge=1, le=UNLIMITED)
     max_completion_tokens: int | None = Field(None, ge=1, le=UNLIMITED)
     tools: Tools = Field(default_factory=list)

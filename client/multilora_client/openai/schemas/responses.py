@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 from multilora_client.openai.errors import invalid, reason_of
 from multilora_client.openai.questions import Question
 from multilora_client.openai.schemas.base import ModelName, Strict, only, refused
-from multilora_client.openai.schemas.chat import ChatMessage, ChatRequest, Effort
+from multilora_client.openai.schemas.chat import MAX_MESSAGES, ChatMessage, ChatRequest, Effort
 from multilora_client.openai.schemas.guides import JsonSchema, ResponseFormat
 from multilora_client.openai.schemas.response_items import InputItem, messages_of
 from multilora_client.openai.schemas.sampling import MAX_TOP_LOGPROBS, UNLIMITED, TokenChoice
@@ -92,7 +92,7 @@ Included = Literal[
 
 class ResponsesRequest(TokenChoice):
     model: ModelName
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     stream: bool = False
     stream_options: ResponsesStreamOptions | None = None

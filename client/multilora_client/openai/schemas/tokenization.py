@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from multilora_client.openai.errors import invalid
 from multilora_client.openai.schemas.base import ModelName, Strict, only
-from multilora_client.openai.schemas.chat import ChatMessage
+from multilora_client.openai.schemas.chat import MAX_MESSAGES, ChatMessage
 from multilora_client.openai.schemas.tools import Tools
 from multilora_client.openai.tools.prompt import tell_tools
 from multilora_client.options import ChatOptions
@@ -20,7 +20,7 @@ class TokenizeRequest(Strict):
 
     model: ModelName | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = None
     return_token_strs: Annotated[bool, only(False)] = False
     add_generation_prompt: bool = True

@@ -295,3 +295,16 @@ def test_a_request_id_is_in_the_answers_and_never_the_servers_own(front: TestCli
 
     assert [answer["id"] for answer in answers] == ["chatcmpl-mine"] * 2
     assert len({request.request_id for request in server.requests} | {"mine"}) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [(CHAT_PATH, "messages"), ("/tokenize", "messages"), ("/v1/responses", "input")]
+)
+def test_a_chat_has_so_many_messages_since_all_callers_wait_while_they_are_read(
+    front: TestClient, path: str, name: str
+) -> None:
+    fits, refused = ({"model": "base", name: CHAT["messages"] * number} for number in (1 << 14, (1 << 14) + 1))
+    assert front.post(path, json=fits).status_code == 200
+    answer = front.post(path, json=refused)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    assert "at most 16384 items" in answer.json()["error"]["message"]
