@@ -4,7 +4,7 @@ Four machines run beside each other; `AdapterState.move` is the only way from on
 
     version   CURRENT -> RETIRED                                                   moved by `HostTier`
     memory    WAITING -> FILLED -> GONE; WAITING -> READING -> FILLED or LOST;     by `HostTier`, `DiskTraffic` and
-              WAITING -> LOST -> GONE                                              `Admission`
+              WAITING -> LOST -> GONE                                              `Arrivals`
     file      NONE -> WRITING -> WRITTEN -> NONE; WRITING -> REFUSED -> WRITING    by `DiskTraffic`
     device    ABSENT -> COPYING -> READY <-> IN_USE; READY -> ABSENT;              by `DeviceTier`
               COPYING -> FAILED -> ABSENT

@@ -12,7 +12,7 @@ import msgspec
 from multilora_engine.errors import AdapterNotFound, RequestError
 from multilora_engine.lora.adapter_file import DiskAdapter
 from multilora_engine.lora.adapter_state import CachedAdapter, Device
-from multilora_engine.lora.admission import Admission, OnConflict
+from multilora_engine.lora.arrivals import Arrivals, OnConflict
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.disk_traffic import DiskTraffic
@@ -130,7 +130,7 @@ def _describe_file(adapter: DiskAdapter) -> AdapterInfo:
 
 
 class LoRAManager:
-    """Owns every adapter of the engine; its parts decide: `Admission`, `MemoryTiers`, `DiskTraffic`, `Inventory`.
+    """Owns every adapter of the engine; its parts decide: `Arrivals`, `MemoryTiers`, `DiskTraffic`, `Inventory`.
 
     The life of a request's adapter: `put` when its weights came along, `pin` when the request is accepted, `acquire`
     when it may start to run, `release` when it stops running (finished or preempted), `unpin` when it is finished.
@@ -156,7 +156,7 @@ class LoRAManager:
         self._device = device
         self._memory = MemoryTiers(host, device)
         self._traffic = DiskTraffic(host, disk, self._memory.update, on_event)
-        self._admission = Admission(device.layout, host, self._memory, self._traffic, on_conflict, on_event)
+        self._arrivals = Arrivals(device.layout, host, self._memory, self._traffic, on_conflict, on_event)
         self._inventory = Inventory(host, device, self._traffic)
 
     @property
@@ -183,8 +183,8 @@ class LoRAManager:
             device=self._device.stats,
             host=self._host.stats,
             disk=self._traffic.stats,
-            insertions=self._admission.num_insertions,
-            replacements=self._admission.num_replacements,
+            insertions=self._arrivals.num_insertions,
+            replacements=self._arrivals.num_replacements,
             waits=self._memory.num_waits,
             wait_seconds=self._memory.wait_seconds,
         )
@@ -222,11 +222,11 @@ class LoRAManager:
         `packed` must stay as it is: an adapter that waits for room is copied later. Raises AdapterConflict (other
         content, `lora_on_conflict` is `refuse`) or AdapterCacheFull; the cache is then as it was.
         """
-        return self._admission.put(lora_task_id, packed, name, origin)
+        return self._arrivals.put(lora_task_id, packed, name, origin)
 
     def has_room(self, packed: PackedAdapter) -> bool:
         """Whether an adapter can be put without the loss of another one."""
-        return self._admission.has_room(packed)
+        return self._arrivals.has_room(packed)
 
     def save(self, lora_task_id: TaskId) -> Future[None] | None:
         """Have an adapter in host memory written to the disk tier, where it survives the death of the engine.
@@ -251,7 +251,7 @@ class LoRAManager:
         """
         if not self._host.count_request(lora_task_id):
             self._traffic.count_request(lora_task_id)
-        adapter = self._admission.find(lora_task_id)
+        adapter = self._arrivals.find(lora_task_id)
         self._memory.pin(adapter)
         return adapter
 
@@ -266,7 +266,7 @@ class LoRAManager:
         The future is done when it is there. It raises RequestError if the file cannot be read, and is cancelled if the
         adapter is replaced or unloaded before.
         """
-        return self._admission.find(lora_task_id).arrived
+        return self._arrivals.find(lora_task_id).arrived
 
     def hold(self, lora_task_id: TaskId) -> Future[None]:
         """Never evict this adapter, nor a version that replaces it, until `end_hold`. One on disk is read.
@@ -274,8 +274,8 @@ class LoRAManager:
         The future is that of `load`. Raises AdapterNotFound, or AdapterCacheFull if there is no room to read it, or
         none would be left for another one that waits.
         """
-        adapter = self._admission.find(lora_task_id)
-        self._admission.hold(adapter)
+        adapter = self._arrivals.find(lora_task_id)
+        self._arrivals.hold(adapter)
         return adapter.arrived
 
     def end_hold(self, lora_task_id: TaskId) -> None:
@@ -291,13 +291,13 @@ class LoRAManager:
 
         Its memory is freed when the requests that use it have finished. Raises AdapterNotFound.
         """
-        self._admission.unload(lora_task_id)
+        self._arrivals.unload(lora_task_id)
 
     @property
     def is_busy(self) -> bool:
         """Whether something is under way that `poll` will have to take up."""
         is_device_busy = self._device.is_copying or self._device.has_failures
-        is_admitting = self._host.num_arrivals > 0 or self._admission.has_failures
+        is_admitting = self._host.num_arrivals > 0 or self._arrivals.has_failures
         return is_device_busy or is_admitting or self._traffic.is_busy
 
     def poll(self) -> dict[CachedAdapter, RequestError]:
@@ -310,8 +310,8 @@ class LoRAManager:
         """
         self._device.poll()
         failed: dict[CachedAdapter, RequestError] = {**self._device.take_failures(), **self._traffic.poll()}
-        self._admission.admit()
-        return failed | self._admission.take_failures()
+        self._arrivals.admit()
+        return failed | self._arrivals.take_failures()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait, in a caller that has nothing else to do, until `poll` has something of the disk to take up, if
@@ -354,4 +354,4 @@ class LoRAManager:
         """All tiers are sound. For tests, after every step."""
         self._memory.check_integrity()
         self._traffic.check_integrity()
-        self._admission.check_integrity()
+        self._arrivals.check_integrity()

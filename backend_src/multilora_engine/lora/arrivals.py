@@ -1,4 +1,4 @@
-"""`Admission`: which adapters come into host memory, and which have to leave for them."""
+"""`Arrivals`: which adapters come into host memory, and which have to leave for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OnConflict = Literal["refuse", "replace"]
 """`lora_on_conflict`: whether other weights under a task id that is taken are an error, or a new version."""
 
 
-class Admission:
+class Arrivals:
     """Every new version of an adapter comes in here, uploaded, fetched or read from its file, and waits for its pages.
 
     Pages are given in the order of arrival. Room is made by evicting adapters without users, least recently used
