@@ -92,11 +92,11 @@ class PiecewiseGraphs:
         size = self._sizes[bisect.bisect_left(self._sizes, num_tokens)]
         self._fill(batch, size)
         capture = self._captures[size, batch.lora is not None]
-        step = self._model.attention_step(batch)
+        inputs = self._model.attention_inputs(batch)
         capture.pieces[0]()
         for (layer, keys, values), piece in zip(capture.attentions, capture.pieces[1:], strict=True):
             on_layer()
-            step.attend(layer, self._qkv[:num_tokens], keys, values, out=self._heads[:num_tokens])
+            inputs.attend(layer, self._qkv[:num_tokens], keys, values, out=self._heads[:num_tokens])
             piece()
         return capture.hidden_states
 

@@ -10,7 +10,7 @@ import torch
 from multilora_engine.models.builder import Builder
 from multilora_engine.models.decoder import Architecture
 from multilora_engine.models.hf_config import HFConfig
-from multilora_engine.models.layers import Attention, GatedMLP, Step
+from multilora_engine.models.layers import Attention, GatedMLP, LayerInputs
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.norms import LayerNorm
 from multilora_kernels import PackedLayer
@@ -51,10 +51,10 @@ class Cohere2Layer:
         return None
 
     def forward(
-        self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step
+        self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, inputs: LayerInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, x = self._norm.add(x, update)
-        return x, self.attention.forward(normed, keys, values, step) + self._mlp.forward(normed, step.lora)
+        return x, self.attention.forward(normed, keys, values, inputs) + self._mlp.forward(normed, inputs.lora)
 
 
 def _final_norm(builder: Builder) -> LayerNorm:

@@ -16,7 +16,7 @@ from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, LoRA
 from multilora_engine.models.attention import AttentionPlan, attention_plan
 from multilora_engine.models.builder import Builder
 from multilora_engine.models.kv_groups import KVGroup, kv_groups
-from multilora_engine.models.layers import Attend, Layer, Step
+from multilora_engine.models.layers import Attend, Layer, LayerInputs
 from multilora_engine.models.model import HiddenStates
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.norms import Norm, RMSNorm
@@ -111,13 +111,13 @@ class Decoder:
     def forward(
         self, batch: ForwardBatch, kv_cache: KVCache, on_layer: Callable[[], None] = lambda: None
     ) -> torch.Tensor:
-        x, step = self._embedded(batch), self._step(batch)
-        if step.layer_steps and (decoder := self._packed(len(x), len(batch.logits_indices))).has_head:
+        x, inputs = self._embedded(batch), self._inputs(batch)
+        if inputs.layer_steps and (decoder := self._packed(len(x), len(batch.logits_indices))).has_head:
             rows = None if batch.wants_all_rows else batch.logits_indices
-            logits = decoder_logits(decoder, step.layer_steps, (kv_cache.keys, kv_cache.values), x, rows, on_layer)
+            logits = decoder_logits(decoder, inputs.layer_steps, (kv_cache.keys, kv_cache.values), x, rows, on_layer)
             if logits is not None:
                 return self._finished(logits)
-        return self.logits(self._run_layers(x, kv_cache, step, on_layer), batch.logits_indices)
+        return self.logits(self._run_layers(x, kv_cache, inputs, on_layer), batch.logits_indices)
 
     def hidden_states(
         self,
@@ -126,11 +126,13 @@ class Decoder:
         on_layer: Callable[[], None] = lambda: None,
         attend: Attend | None = None,
     ) -> HiddenStates:
-        step = self._step(batch) if attend is None else Step({}, {}, _batched(batch), attend_elsewhere=attend)
-        return self._run_layers(self._embedded(batch), kv_cache, step, on_layer)
+        inputs = (
+            self._inputs(batch) if attend is None else LayerInputs({}, {}, _batched(batch), attend_elsewhere=attend)
+        )
+        return self._run_layers(self._embedded(batch), kv_cache, inputs, on_layer)
 
-    def attention_step(self, batch: ForwardBatch) -> Step:
-        return Step(self._rotations(batch), self._plans(batch), None)
+    def attention_inputs(self, batch: ForwardBatch) -> LayerInputs:
+        return LayerInputs(self._rotations(batch), self._plans(batch), None)
 
     def logits(self, hidden_states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
         x, update = (tensor.index_select(0, rows) for tensor in hidden_states)
@@ -149,16 +151,18 @@ class Decoder:
             logits = logits.div_(self.config.logit_softcap).tanh_().mul_(self.config.logit_softcap)
         return logits
 
-    def _run_layers(self, x: torch.Tensor, kv_cache: KVCache, step: Step, on_layer: Callable[[], None]) -> HiddenStates:
+    def _run_layers(
+        self, x: torch.Tensor, kv_cache: KVCache, inputs: LayerInputs, on_layer: Callable[[], None]
+    ) -> HiddenStates:
         update = torch.zeros_like(x)
-        if step.layer_steps:
+        if inputs.layer_steps:
             cache = (kv_cache.keys, kv_cache.values)
-            done = decoder_layers(self._packed(len(x)), step.layer_steps, cache, x, update, on_layer)
+            done = decoder_layers(self._packed(len(x)), inputs.layer_steps, cache, x, update, on_layer)
             if done is not None:
                 return done
         for layer, (keys, values) in zip(self.layers, kv_cache.layers, strict=True):
             on_layer()
-            x, update = layer.forward(x, update, keys, values, step)
+            x, update = layer.forward(x, update, keys, values, inputs)
         return x, update
 
     @property
@@ -184,9 +188,9 @@ class Decoder:
             return None
         return PackedHead.of(self._norm.weight, self._norm.eps, weight)
 
-    def _step(self, batch: ForwardBatch) -> Step:
+    def _inputs(self, batch: ForwardBatch) -> LayerInputs:
         rotations, plans, lora = self._rotations(batch), self._plans(batch), _batched(batch)
-        return Step(rotations, plans, lora, self._layer_steps(rotations, plans, lora))
+        return LayerInputs(rotations, plans, lora, self._layer_steps(rotations, plans, lora))
 
     def _rotations(self, batch: ForwardBatch) -> dict[str | None, Rotation]:
         rotations: dict[str | None, Rotation] = {

@@ -26,7 +26,7 @@ Attend = Callable[["Attention", torch.Tensor, torch.Tensor, torch.Tensor], torch
 
 
 @dataclass(frozen=True)
-class Step:
+class LayerInputs:
     """The inputs that all layers of one forward pass share.
 
     rotations: by the names of the model's rotary embeddings, None for layers without. plans: by window size.
@@ -105,10 +105,10 @@ class Attention:
         )
         self._sizes = (config.q_size, config.kv_size, config.kv_size)
 
-    def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, inputs: LayerInputs) -> torch.Tensor:
         """x: [num_tokens, hidden_size]. keys, values: this layer's cache, written in place."""
-        qkv = self._normalised(self.qkv.forward(x, step.lora))
-        return self.o.forward(step.attend(self, qkv, keys, values), step.lora)
+        qkv = self._normalised(self.qkv.forward(x, inputs.lora))
+        return self.o.forward(inputs.attend(self, qkv, keys, values), inputs.lora)
 
     def _normalised(self, qkv: torch.Tensor) -> torch.Tensor:
         if self.qk_norm is None:
@@ -169,7 +169,7 @@ class Layer(Protocol):
         ...
 
     def forward(
-        self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step
+        self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, inputs: LayerInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x, and the update that the layer before owes it; returns the same for the next layer."""
         ...
@@ -187,12 +187,12 @@ class PreNormLayer:
         return None
 
     def forward(
-        self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step
+        self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, inputs: LayerInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, x = self.attention_norm.add(x, update)
-        update = self._scaled(self.attention.forward(normed, keys, values, step))
+        update = self._scaled(self.attention.forward(normed, keys, values, inputs))
         normed, x = self.mlp_norm.add(x, update)
-        return x, self._scaled(self.mlp.forward(normed, step.lora))
+        return x, self._scaled(self.mlp.forward(normed, inputs.lora))
 
     def _scaled(self, update: torch.Tensor) -> torch.Tensor:
         return update if self._scale == 1.0 else update * self._scale
@@ -210,12 +210,12 @@ class SandwichLayer:
         return None
 
     def forward(
-        self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step
+        self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, inputs: LayerInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, x = self._before[0].add(x, update)
-        update = self._behind[0].forward(self.attention.forward(normed, keys, values, step))
+        update = self._behind[0].forward(self.attention.forward(normed, keys, values, inputs))
         normed, x = self._before[1].add(x, update)
-        return x, self._behind[1].forward(self.mlp.forward(normed, step.lora))
+        return x, self._behind[1].forward(self.mlp.forward(normed, inputs.lora))
 
 
 _PRODUCTS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}

@@ -9,7 +9,7 @@ import torch
 
 from multilora_engine.execution.forward_batch import ForwardBatch, KVCache
 from multilora_engine.models.kv_groups import KVGroup
-from multilora_engine.models.layers import Attend, Step
+from multilora_engine.models.layers import Attend, LayerInputs
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.weights import Destination, ReadablePlace, WeightSwitch
 from multilora_wire.sites import ModelSites
@@ -93,8 +93,8 @@ class Model(Protocol):
         """
         ...
 
-    def attention_step(self, batch: ForwardBatch) -> Step:
-        """The part of a step's inputs that its attention takes, for `Step.attend`."""
+    def attention_inputs(self, batch: ForwardBatch) -> LayerInputs:
+        """The part of a step's inputs that its attention takes, for `LayerInputs.attend`."""
         ...
 
     def logits(self, hidden_states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:

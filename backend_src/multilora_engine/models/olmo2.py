@@ -9,7 +9,7 @@ import torch
 from multilora_engine.models.builder import Builder
 from multilora_engine.models.decoder import Architecture
 from multilora_engine.models.hf_config import WINDOWS, HFConfig
-from multilora_engine.models.layers import Attention, GatedMLP, Step, WholeNorm
+from multilora_engine.models.layers import Attention, GatedMLP, LayerInputs, WholeNorm
 from multilora_engine.models.model_config import ModelConfig
 from multilora_kernels import PackedLayer
 
@@ -43,11 +43,11 @@ class Olmo2Layer:
         return None
 
     def forward(
-        self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step
+        self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, inputs: LayerInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x = x + update
-        x = x + self._attention_norm.forward(self.attention.forward(x, keys, values, step))
-        return x, self._mlp_norm.forward(self._mlp.forward(x, step.lora))
+        x = x + self._attention_norm.forward(self.attention.forward(x, keys, values, inputs))
+        return x, self._mlp_norm.forward(self._mlp.forward(x, inputs.lora))
 
 
 def read(_hf: Olmo2Config, config: ModelConfig) -> ModelConfig:
