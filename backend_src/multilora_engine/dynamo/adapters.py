@@ -12,7 +12,7 @@ from multilora_engine.lora.names import task_id_of
 from multilora_wire.adapter_info import AdapterInfo
 
 
-class Operator(Protocol):
+class AdapterLister(Protocol):
     """The part of `EngineOperator` that is needed."""
 
     async def list_adapters(self) -> list[AdapterInfo]: ...
@@ -31,7 +31,7 @@ class FleetAdapters:
     one after the other.
     """
 
-    def __init__(self, operator: Operator, cards: Cards, base_name: str, module_names: Mapping[int, str]) -> None:
+    def __init__(self, operator: AdapterLister, cards: Cards, base_name: str, module_names: Mapping[int, str]) -> None:
         self._operator = operator
         self._published = cards
         self._base_name = base_name

@@ -41,7 +41,7 @@ _FIRST_LOOK_INTERVAL_S = 0.1
 logger = logging.getLogger(__name__)
 
 
-class Operator(Protocol):
+class AdapterLoader(Protocol):
     """The part of `EngineOperator` that is needed."""
 
     async def load(self, name: str) -> AdapterInfo: ...
@@ -61,7 +61,7 @@ class FleetCatalogue:
         uploads: FleetUploads,
         adapters: FleetAdapters,
         workers: Workers,
-        operator: Operator,
+        operator: AdapterLoader,
         reader: Reader,
         layout: AdapterLayout,
     ) -> None:

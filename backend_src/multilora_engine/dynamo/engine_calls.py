@@ -14,7 +14,7 @@ from multilora_engine.process.client import EngineClient
 from multilora_engine.request import GenerationRequest, TokenOutput
 
 
-class Uploads(Protocol):
+class KnownUploads(Protocol):
     """The part of `FleetUploads` that is needed."""
 
     def digest(self, task_id: TaskId) -> str: ...
@@ -36,7 +36,7 @@ class EngineCalls:
     """
 
     def __init__(
-        self, client: EngineClient, loop: asyncio.AbstractEventLoop, streams: OpenStreams, uploads: Uploads
+        self, client: EngineClient, loop: asyncio.AbstractEventLoop, streams: OpenStreams, uploads: KnownUploads
     ) -> None:
         self._client = client
         self._loop = loop

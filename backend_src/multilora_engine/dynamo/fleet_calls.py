@@ -45,7 +45,7 @@ _DONE = Said(TokenOutput("", [], "", finish_reason="stop"))
 _OnAdapter = LoadAdapter | PinAdapter | UnpinAdapter | UnloadAdapter
 
 
-class Operator(Protocol):
+class MessageHandler(Protocol):
     """The part of `EngineOperator` that is needed."""
 
     async def carry(self, message: Carry) -> TokenOutput: ...
@@ -58,7 +58,7 @@ class FleetCalls:
     def __init__(
         self,
         calls: EngineCalls,
-        operator: Operator,
+        operator: MessageHandler,
         uploads: FleetUploads,
         adapters: FleetAdapters,
         catalogue: FleetCatalogue,

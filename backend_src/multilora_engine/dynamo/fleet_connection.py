@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multilora_engine.dynamo.fleet_router import KvRouter
-from multilora_engine.dynamo.workers import Client, Context
+from multilora_engine.dynamo.workers import Context, EndpointClient
 
 _PATIENCE_S = 10.0
 """How long no worker is there before a new runtime looks for some, and how long after a runtime that could not begin.
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class Link:
     """A runtime, its client and its router. close: ends the runtime, and the calls that run through it."""
 
-    client: Client
+    client: EndpointClient
     router: KvRouter
     close: Callable[[], None]
 

@@ -31,7 +31,7 @@ workers know the same."""
 logger = logging.getLogger(__name__)
 
 
-class Engine(Protocol):
+class AdapterStore(Protocol):
     """The part of `EngineOperator` that is needed."""
 
     async def put(self, upload: Upload, pages: bytearray) -> None: ...
@@ -54,7 +54,7 @@ class FleetUploads:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: AdapterStore,
         workers: Workers,
         reader: Reader,
         layout: AdapterLayout,

@@ -22,7 +22,7 @@ _RANK = 0
 logger = logging.getLogger(__name__)
 
 
-class Operator(Protocol):
+class StatsSource(Protocol):
     """The part of `EngineOperator` that is needed."""
 
     async def stats(self) -> StatsReport: ...
@@ -37,7 +37,7 @@ class StatsReporter:
 
     def __init__(
         self,
-        operator: Operator,
+        operator: StatsSource,
         model_name: str,
         num_restarts: Callable[[], int],
         on_residency: Callable[[Residency], Awaitable[None]],

@@ -20,14 +20,14 @@ EVENTS = "adapter_events"
 """The control that tells the engine's events of adapters."""
 
 
-class Catalogue(Protocol):
+class CardLoader(Protocol):
     """The part of `FleetCatalogue` that is needed."""
 
     async def load(self, name: str, path: str = "") -> AdapterCard: ...
     async def unload(self, name: str) -> AdapterCard: ...
 
 
-class Operator(Protocol):
+class AdapterReports(Protocol):
     """The part of `EngineOperator` that is needed."""
 
     async def list_adapters(self) -> list[AdapterInfo]: ...
@@ -38,7 +38,7 @@ class SystemUpdates:
     """cards: reads the cards that the worker has published. worker_id: the number of the worker in the fleet."""
 
     def __init__(
-        self, catalogue: Catalogue, operator: Operator, cards: Callable[[], list[AdapterCard]], worker_id: int
+        self, catalogue: CardLoader, operator: AdapterReports, cards: Callable[[], list[AdapterCard]], worker_id: int
     ) -> None:
         self._catalogue = catalogue
         self._operator = operator

@@ -31,7 +31,7 @@ class Context(Protocol):
     def stop_generating(self) -> None: ...
 
 
-class Client(Protocol):
+class EndpointClient(Protocol):
     """The part of Dynamo's `Client` that is needed."""
 
     def instance_ids(self) -> list[int]: ...
@@ -44,7 +44,7 @@ class Workers:
     new_context: makes the handle by which a call is ended. own_id: the calling worker, which is none of the others.
     """
 
-    def __init__(self, client: Client, new_context: Callable[[], Context], own_id: int | None = None) -> None:
+    def __init__(self, client: EndpointClient, new_context: Callable[[], Context], own_id: int | None = None) -> None:
         self._client = client
         self._new_context = new_context
         self._own_id = own_id

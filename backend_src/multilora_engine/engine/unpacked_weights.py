@@ -41,7 +41,7 @@ _Shape = tuple[torch.Size, str, int]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ProductTimes:
     """The seconds of a product of each of MEASURED_ROWS, by codes and by floats, of the weights of one shape and kind.
 
     kind: of the codes, in words.
@@ -87,10 +87,10 @@ class UnpackedWeights:
         self._packed_bytes = sum(model.weight_bytes.values())
         self._worker = ThreadPoolExecutor(1, "unpack")
         self._is_unpacking = False
-        self._compared: dict[_Shape, Comparison] = {}
+        self._compared: dict[_Shape, ProductTimes] = {}
 
     @property
-    def comparisons(self) -> list[Comparison]:
+    def comparisons(self) -> list[ProductTimes]:
         """What `auto` goes by, for each kind of weights that the budget can hold."""
         return list(self._compared.values())
 
@@ -238,7 +238,7 @@ def _unpacked(switches: Sequence[WeightSwitch]) -> list[PackedWeight]:
 @torch.inference_mode()
 def _comparison(
     kind: str, weights: Sequence[QuantizedWeight], floats: Sequence[PackedWeight], others: Sequence[QuantizedWeight]
-) -> Comparison:
+) -> ProductTimes:
     """Time the products of weights of one kind, and of their floats.
 
     others: weights that a step reads between two products of one of these. They are read before each time: from the
@@ -257,7 +257,7 @@ def _comparison(
             measured.append(_seconds(product, x) / len(weights))
         for ends, measured in zip(shortest, seconds, strict=True):
             ends.append(min(measured))
-    return Comparison(weights[0].shape, kind, tuple(shortest[0]), tuple(shortest[1]))
+    return ProductTimes(weights[0].shape, kind, tuple(shortest[0]), tuple(shortest[1]))
 
 
 def _read(weights: Sequence[QuantizedWeight]) -> None:

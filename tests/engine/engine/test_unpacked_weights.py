@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from multilora_engine.engine import unpacked_weights
 from multilora_engine.engine.engine import Engine
-from multilora_engine.engine.unpacked_weights import Comparison
+from multilora_engine.engine.unpacked_weights import ProductTimes
 from multilora_engine.engine.weight_info import PathChoice
 from multilora_engine.errors import ConfigError, InvalidRequest, UnpackedWeightsFull, WeightsBusy
 from multilora_engine.models.weights import MEASURED_ROWS
@@ -144,7 +144,7 @@ def test_auto_takes_the_floats_at_measured_row_counts_only(engine: Engine) -> No
 def test_auto_takes_codes_where_they_are_clearly_faster() -> None:
     times = zip(*((1.0, 2.0), (1.0, 1.2), (1.0, 1.05), (1.0, 1.0), (2.0, 1.0)), strict=True)
     codes, floats = times
-    assert Comparison(torch.Size((3, 5)), "int4", codes, floats).float_classes == {2, 3, 4}
+    assert ProductTimes(torch.Size((3, 5)), "int4", codes, floats).float_classes == {2, 3, 4}
 
 
 def test_what_auto_goes_by_is_logged_at_the_start_and_read_by_whoever_asks(
