@@ -18,7 +18,7 @@ from multilora_engine.engine.kv_cache import BlockEvents
 from multilora_engine.engine.weight_info import PathChoice, WeightInfo
 from multilora_engine.engine_info import CallLimits, EngineInfo
 from multilora_engine.errors import ConfigError, InvalidRequest, UnpackedWeightsFull
-from multilora_engine.lora.adapter_events import AdapterEvents
+from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.host_tier import HostTier
@@ -107,7 +107,7 @@ class FakeEngine:
         self.step_gate.set()
         self.changed = threading.Condition()
         self.adapters: dict[TaskId, PackedAdapter] = {}
-        self.lora_events = AdapterEvents(capacity=8)
+        self.lora_events = AdapterEventLog(capacity=8)
         host = HostTier(num_pages=64, page_bytes=TINY.page_bytes)
         device = DeviceTier(TINY, host.pool, host.pool, max_loras=8)
         self.block_events = BlockEvents()

@@ -20,7 +20,7 @@ from multilora_engine.dynamo.fleet_messages import (
     Described,
     EndRequests,
     Found,
-    Piece,
+    PagesPiece,
     ReadPages,
     Upload,
     read_worker_request,
@@ -235,11 +235,11 @@ class FakeClient:
                     raise ConnectionResetError("the worker has died")
                 num_sent += 1
                 chunk = worker_chunk(answer)
-                if worker.lies and isinstance(message, ReadPages) and isinstance(answer, Piece):
+                if worker.lies and isinstance(message, ReadPages) and isinstance(answer, PagesPiece):
                     size = len(answer.piece) * (1 + (worker.lies == "more"))
                     if worker.lies == "hangs":
                         await asyncio.Event().wait()
-                    lie = Found(None) if worker.lies == "none" else Piece(bytes(size))
+                    lie = Found(None) if worker.lies == "none" else PagesPiece(bytes(size))
                     chunk = worker_chunk(lie)
                 yield json.loads(json.dumps(chunk))
         yield END

@@ -23,7 +23,7 @@ from multilora_engine.dynamo.fleet_messages import (
     Found,
     FromWorker,
     Generate,
-    Piece,
+    PagesPiece,
     ReadNews,
     ReadPages,
     Said,
@@ -91,7 +91,7 @@ class FleetCalls:
                         yield output
             case ReadPages(pages_digest):
                 for _, piece in pieces(self._pages(pages_digest)):
-                    yield Piece(piece)
+                    yield PagesPiece(piece)
             case ReadNews(state):
                 for news in self._uploads.news() if state != self._uploads.state else ():
                     yield Found(news) if isinstance(news, Upload) else news

@@ -157,7 +157,7 @@ class Found(msgspec.Struct, frozen=True, tag=True):
     upload: Upload | None
 
 
-class Piece(msgspec.Struct, frozen=True, tag=True):
+class PagesPiece(msgspec.Struct, frozen=True, tag="Piece"):
     """The next bytes of the pages."""
 
     piece: bytes
@@ -171,7 +171,7 @@ class Described(msgspec.Struct, frozen=True, tag=True):
     block_size: int
 
 
-FromWorker = Said | Found | Forget | Piece | Described
+FromWorker = Said | Found | Forget | PagesPiece | Described
 
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 from blake3 import blake3
 
-from multilora_engine.dynamo.fleet_messages import FindUpload, Forget, Found, Piece, ReadPages, Upload
+from multilora_engine.dynamo.fleet_messages import FindUpload, Forget, Found, PagesPiece, ReadPages, Upload
 from multilora_engine.dynamo.keyed_locks import KeyedLocks
 from multilora_engine.dynamo.page_store import PageStore
 from multilora_engine.dynamo.workers import PIECE_TIMEOUT_S, WorkerGone, Workers, checked
@@ -291,7 +291,7 @@ class FleetUploads:
         async with aclosing(self._workers.call(worker_id, read, self._piece_timeout_s)) as answers:
             async for answer in answers:
                 piece = checked(answer)
-                if not isinstance(piece, Piece):
+                if not isinstance(piece, PagesPiece):
                     raise InvalidRequest(f"it sends {type(piece).__name__} in place of a piece")
                 pages += piece.piece
                 if len(pages) > upload.num_bytes:

@@ -30,7 +30,7 @@ from multilora_engine.engine.step_clock import StepClock
 from multilora_engine.engine.step_cost import StepWork
 from multilora_engine.engine.unpacked_weights import UnpackedWeights
 from multilora_engine.errors import Cancelled, InternalError, RequestError
-from multilora_engine.lora.adapter_events import AdapterEvents
+from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId, label_of
@@ -89,7 +89,7 @@ class Engine:
         self.info = describe_engine(config, base)
         self._tokenizer = base.tokenizer
         self._max_loras = config.lora.max_loras
-        self.lora_events = AdapterEvents(_NUM_LORA_EVENTS)
+        self.lora_events = AdapterEventLog(_NUM_LORA_EVENTS)
         self._loras = build_lora_manager(config, base.layout, base.plan, base.device, self.lora_events)
         if config.lora.lora_prefetch_dir is not None:
             preload_adapters(config.lora.lora_prefetch_dir, self._loras, base.layout)

@@ -1,4 +1,4 @@
-"""`AdapterEvents`: the events of all adapters, and those of each tenant's on their own."""
+"""`AdapterEventLog`: the events of all adapters, and those of each tenant's on their own."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _TENANT_PART = 8
 """A tenant's log remembers one event for each so many of the log of all adapters."""
 
 
-class AdapterEvents(EventLog[AdapterEvent]):
+class AdapterEventLog(EventLog[AdapterEvent]):
     """Each tenant's events have numbers of their own: common numbers would tell it how much others do."""
 
     def __init__(self, capacity: int) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 from multilora_engine.engine.engine_stats import WeightStats
 from multilora_engine.engine.weight_info import PathChoice, WeightInfo
 from multilora_engine.errors import AdapterNotFound, AdapterNotHere, InvalidRequest
-from multilora_engine.lora.adapter_events import AdapterEvents
+from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.life_cycle import LoRAStats, Residency
 from multilora_engine.lora.names import TaskId, scoped_task_id, task_id_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters, describe_remote
@@ -98,7 +98,7 @@ class AdapterOperator:
         self,
         adapters: ManagedAdapters,
         remote: RemoteAdapters,
-        events: AdapterEvents,
+        events: AdapterEventLog,
         usage: AdapterUsage,
         clients: AdapterUsage,
         read_load: Callable[[], LoadReport],

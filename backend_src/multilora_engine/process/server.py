@@ -18,7 +18,7 @@ from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.engine.kv_cache import BlockEvent, BlockEvents
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import AdapterNotFound, AdapterNotKept, EngineUnavailable, InternalError, RequestError
-from multilora_engine.lora.adapter_events import AdapterEvents
+from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import TaskId, label_of
 from multilora_engine.lora.remote import RemoteAdapters
@@ -100,7 +100,7 @@ class ServedEngine(Protocol):
     @property
     def remote(self) -> RemoteAdapters: ...
     @property
-    def lora_events(self) -> AdapterEvents: ...
+    def lora_events(self) -> AdapterEventLog: ...
     @property
     def weights(self) -> ManagedWeights: ...
     @property

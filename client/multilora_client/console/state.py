@@ -39,7 +39,7 @@ class Console:
     uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_UPLOADS_AT_ONCE))
 
 
-class State(TypedDict):
+class ConsoleState(TypedDict):
     console: Console
 
 

@@ -16,7 +16,7 @@ from multilora_client.console.state import Console, FindClient, header_key
 from multilora_client.openai.body_limit import BodyLimit
 from multilora_client.openai.catalogue import Catalogue
 from multilora_client.openai.failure_answers import answer_failures, failure_answer
-from multilora_client.openai.front import OpenaiFront, State
+from multilora_client.openai.front import FrontState, OpenaiFront
 from multilora_client.openai.metrics import FrontMetrics, MeasuredRequests
 from multilora_client.openai.routes import adapters, generation, models, service, tokenization
 from multilora_client.openai.routes.absent import not_served, wrong_method
@@ -32,7 +32,7 @@ def make_app(
     metrics = FrontMetrics()
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[State]:
+    async def lifespan(_: FastAPI) -> AsyncIterator[FrontState]:
         async with connect() as client:
             front = OpenaiFront(client, catalogue, settings, metrics, started_s=int(time.time()))
             yield (

@@ -15,7 +15,7 @@ from multilora_client.client import AsyncClient
 from multilora_client.errors import InvalidRequest
 from multilora_client.generation import Chunk, Generation
 from multilora_client.messages import is_traceparent
-from multilora_client.openai.catalogue import Model
+from multilora_client.openai.catalogue import NamedModel
 from multilora_client.openai.concurrency import gathered, merged
 from multilora_client.openai.errors import Failure
 from multilora_client.openai.questions import Question
@@ -34,7 +34,7 @@ class Inquiry:
     """
 
     client: AsyncClient
-    model: Model
+    model: NamedModel
     request_id: str
     traceparent: str | None
     on_behalf_of: str = ""

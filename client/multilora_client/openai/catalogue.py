@@ -17,7 +17,7 @@ from multilora_wire.adapter_names import is_plain_name
 
 
 @dataclass(frozen=True)
-class Model:
+class NamedModel:
     """The meaning of a model name: an adapter with its weights, one of the server by name, or neither: the base."""
 
     name: str
@@ -74,11 +74,11 @@ class Catalogue:
             )
         return Access(self, caller, key if self.is_forwarding else "")
 
-    def model(self, name: str, param: str = "model") -> Model:
+    def model(self, name: str, param: str = "model") -> NamedModel:
         """The model of this name. Raises Failure (404). param: the field that has the name."""
         if name not in self.names:
             raise Failure(404, f"there is no model {name!r}", "model_not_found", param)
-        return Model(name, self.adapters.get(name), name if name in self._loaded else None)
+        return NamedModel(name, self.adapters.get(name), name if name in self._loaded else None)
 
     def is_loaded(self, name: str) -> bool:
         """Whether clients had the server load the adapter."""
@@ -109,7 +109,7 @@ class Access:
         """The names of the catalogue that the caller may use."""
         return [name for name in self.catalogue.names if self._may_use(name)]
 
-    def model(self, name: str, param: str = "model") -> Model:
+    def model(self, name: str, param: str = "model") -> NamedModel:
         """The model of this name. Raises Failure (404, 403), regardless of adapters beyond the catalogue.
 
         param: the field of the request that has the name.
@@ -117,7 +117,7 @@ class Access:
         if not self._may_use(name):
             raise Failure(403, f"this API key may not use model {name!r}", "model_not_allowed", param)
         if self.sees_the_server and name not in self.catalogue.names and is_plain_name(name):
-            return Model(name, lora_name=name)
+            return NamedModel(name, lora_name=name)
         return self.catalogue.model(name, param)
 
     @property

@@ -68,7 +68,7 @@ class OpenaiFront:
             await _soon(self.client.describe_model())
 
 
-class State(TypedDict):
+class FrontState(TypedDict):
     """console: where the console is served, too."""
 
     front: OpenaiFront

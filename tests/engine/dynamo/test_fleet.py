@@ -23,7 +23,7 @@ from multilora_engine.dynamo.fleet_messages import (
     NEW_VERSION,
     Announce,
     Described,
-    Piece,
+    PagesPiece,
     TakePiece,
     Upload,
     read_worker_chunk,
@@ -135,7 +135,7 @@ def test_messages_pass_through_json() -> None:
     upload, _ = upload_of(7)
     for message in (Announce(upload), TakePiece(upload, 3, b"\x00\xff")):
         assert read_worker_request(worker_request(message)) == message
-    assert read_worker_chunk(worker_chunk(Piece(b"\x80"))) == Piece(b"\x80")
+    assert read_worker_chunk(worker_chunk(PagesPiece(b"\x80"))) == PagesPiece(b"\x80")
     assert read_worker_request({"token_ids": [1], "extra_args": None}) is None
     for broken in ("%%%", "AAAA", 7):
         with pytest.raises(InvalidRequest, match="cannot be read"):

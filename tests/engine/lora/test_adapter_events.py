@@ -3,14 +3,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multilora_engine.lora.adapter_events import AdapterEvents
+from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.life_cycle import adapter_event
 from multilora_engine.lora.names import scoped_task_id
 
 
 @given(tenants=st.lists(st.sampled_from(["", "acme", "bolt"]), max_size=100))
 def test_a_tenants_log_is_as_if_there_were_no_other(tenants: list[str]) -> None:
-    events, alone = AdapterEvents(80), {name: AdapterEvents(80) for name in ("acme", "bolt")}
+    events, alone = AdapterEventLog(80), {name: AdapterEventLog(80) for name in ("acme", "bolt")}
     for number, tenant in enumerate(tenants):
         event = adapter_event("uploaded", scoped_task_id(tenant, number), "digest")
         events.append(event)

@@ -58,7 +58,7 @@ class Which(_Strict):
     tenant: str = ""
 
 
-class Load(_Strict):
+class AdapterToLoad(_Strict):
     """An adapter that the server shall fetch; an empty source asks all of them, an empty path is where they look."""
 
     which: ById | ByName
@@ -74,7 +74,7 @@ async def list_adapters(client: TheClient) -> Response:
 
 
 @router.post("/api/load")
-async def load(body: Load, client: TheClient, _: Writable) -> Response:
+async def load(body: AdapterToLoad, client: TheClient, _: Writable) -> Response:
     return json_reply(await client.load_adapter(body.which.adapter, body.source, body.path))
 
 

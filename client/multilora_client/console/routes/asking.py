@@ -37,7 +37,7 @@ class Turn(_Strict):
     content: str
 
 
-class Target(_Strict):
+class AskedTarget(_Strict):
     """One of those who are asked: an adapter, or None, which must be written: the base model.
 
     Exactly one of messages and prompt is given; each target has its own, since each has answered differently before.
@@ -63,32 +63,34 @@ class Options(_Strict):
     stop_words: list[str] | None = None
 
 
-class Question(_Strict):
+class AskRequest(_Strict):
     """wants_log_probs: whether the tokens are told with their log-probs and those of the likeliest ones."""
 
-    targets: Annotated[list[Target], Field(min_length=1, max_length=MAX_TARGETS)]
+    targets: Annotated[list[AskedTarget], Field(min_length=1, max_length=MAX_TARGETS)]
     options: Options = Options()
     wants_log_probs: bool = False
 
 
 @router.post("/api/ask")
-async def ask(question: Question, client: TheClient) -> Response:
+async def ask(request: AskRequest, client: TheClient) -> Response:
     """Lines `{"column", "text", "tokens"}` as they come, and for each target one with `end` or with `error`."""
-    return JsonLines(_answers(question, client))
+    return JsonLines(_answers(request, client))
 
 
-async def _answers(question: Question, client: AsyncClient) -> AsyncGenerator[str, None]:
-    streams = [_answer(target, question, client) for target in question.targets]
+async def _answers(request: AskRequest, client: AsyncClient) -> AsyncGenerator[str, None]:
+    streams = [_answer(target, request, client) for target in request.targets]
     async with aclosing(merged(streams)) as pieces:
         async for column, piece in pieces:
             yield line({"column": column, **piece})
 
 
-async def _answer(target: Target, question: Question, client: AsyncClient) -> AsyncGenerator[dict[str, Any], None]:
+async def _answer(
+    target: AskedTarget, request: AskRequest, client: AsyncClient
+) -> AsyncGenerator[dict[str, Any], None]:
     """The pieces of one answer. An error is a piece, too: the other answers go on."""
     reader, start, first_token_s = TokenReader(), time.monotonic(), None
     try:
-        async with aclosing(_stream(target, question, client)) as chunks:
+        async with aclosing(_stream(target, request, client)) as chunks:
             async for chunk in chunks:
                 if first_token_s is None and chunk.num_output_tokens:
                     first_token_s = time.monotonic() - start
@@ -100,9 +102,9 @@ async def _answer(target: Target, question: Question, client: AsyncClient) -> As
         yield {"error": {"code": error.code, "message": str(error)}}
 
 
-def _stream(target: Target, question: Question, client: AsyncClient) -> AsyncGenerator[Chunk, None]:
-    options = GenerateOptions(**question.options.model_dump())  # type: ignore[typeddict-item]
-    if question.wants_log_probs:
+def _stream(target: AskedTarget, request: AskRequest, client: AsyncClient) -> AsyncGenerator[Chunk, None]:
+    options = GenerateOptions(**request.options.model_dump())  # type: ignore[typeddict-item]
+    if request.wants_log_probs:
         options |= GenerateOptions(return_log_probs=True, num_top_log_probs=NUM_TOP_LOG_PROBS)
     if target.messages is not None:
         options |= GenerateOptions(messages=[{"role": turn.role, "content": turn.content} for turn in target.messages])

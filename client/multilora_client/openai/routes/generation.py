@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 
 from multilora_client.generation import Chunk, Generation
 from multilora_client.openai.asking import Inquiry, traceparent_of, unless_gone
-from multilora_client.openai.catalogue import Access, Model
+from multilora_client.openai.catalogue import Access, NamedModel
 from multilora_client.openai.errors import Failure, quoted
 from multilora_client.openai.front import Caller, OpenaiFront, TheFront
 from multilora_client.openai.questions import Question
@@ -68,7 +68,7 @@ async def respond(body: ResponsesRequest, request: Request, caller: Caller, fron
     return await _answer(body, inquiry, reply, request, front)
 
 
-def _model(body: Sampling, caller: Access, front: OpenaiFront) -> Model:
+def _model(body: Sampling, caller: Access, front: OpenaiFront) -> NamedModel:
     """The model that a request names. Of two names, one may be the base model's: `lora_path` then is an adapter of it.
 
     Raises Failure (400) for two different adapters, and as `Access.model` does.
@@ -81,7 +81,7 @@ def _model(body: Sampling, caller: Access, front: OpenaiFront) -> Model:
     return caller.model(body.lora_path, "lora_path")
 
 
-def _inquiry(model: Model, request: Request, caller: Caller, front: OpenaiFront) -> Inquiry:
+def _inquiry(model: NamedModel, request: Request, caller: Caller, front: OpenaiFront) -> Inquiry:
     name = front.name_of(caller, request.client.host if request.client else "")
     return Inquiry(front.client_of(caller), model, uuid.uuid4().hex, traceparent_of(request), name)
 
