@@ -11,7 +11,7 @@ import torch
 from benchmarks.lora_workloads import Step
 from benchmarks.model_shapes import BLOCK_SIZE, VOCAB_SIZE
 from benchmarks.random_codes import fill_with_codes
-from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, TokenLoRAs
+from multilora_engine.batch.forward_batch import ForwardBatch, KVCache, TokenLoRAs
 from multilora_engine.models.decoder import Decoder
 from multilora_engine.models.llama import LLAMA
 from multilora_engine.models.model_config import ModelConfig

@@ -14,9 +14,9 @@ from support.engines import run_all
 from support.tiny_tokenizer import save_tiny_tokenizer
 
 from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
+from multilora_engine.batch.transfer import FromDevice
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
-from multilora_engine.execution.transfer import FromDevice
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.request import GenerationRequest, SamplingParams
 

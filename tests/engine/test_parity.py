@@ -59,10 +59,10 @@ from transformers import (
 )
 
 from checkpoints.tiny_llama import save_tiny_llama
+from multilora_engine.batch.forward_batch import ForwardBatch, KVCache
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, graph_sizes
-from multilora_engine.execution.forward_batch import ForwardBatch, KVCache
 from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.lora.format import TORCH_DTYPES
 from multilora_engine.lora_config import LoRAConfig

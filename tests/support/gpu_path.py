@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from checkpoints.tiny_llama import save_tiny_llama
+from multilora_engine.batch import transfer
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
-from multilora_engine.execution import transfer
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.sampling import sampler
 from multilora_kernels import cpu, cuda, interpreter

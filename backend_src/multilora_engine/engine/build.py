@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from multilora_engine.batch.forward_batch import ForwardBatch, KVCache
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.memory import MemoryPlan
 from multilora_engine.errors import ConfigError
 from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, capture_decode, graph_sizes
-from multilora_engine.execution.forward_batch import ForwardBatch, KVCache
 from multilora_engine.execution.graph_check import GraphFault, check_graphs, check_pieces
 from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.execution.piecewise_graphs import CudaPieces, Pieces, PiecewiseGraphs, piece_sizes

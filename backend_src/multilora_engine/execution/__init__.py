@@ -1,7 +1,6 @@
-"""One step on the device: its inputs, the forward pass, CUDA graphs, transfers.
+"""One step on the device: its inputs, the forward pass, CUDA graphs.
 
 model_runner       builds the batch of a scheduled step (`ModelRunner.build_batch`) and runs it, up to the chosen tokens
-forward_batch      `ForwardBatch`, `LoRABatch`: the tensors of a batch, with a worked example
 cuda_graphs        a decode step's batch copied into static tensors, and the graph's replay (`DecodeGraphs.run`)
 piecewise_graphs   steps with prompts, captured around their attention (`PiecewiseGraphs.run`)
 graph_check        graphs compared with the same steps kernel by kernel, once at start
@@ -10,5 +9,4 @@ start_progress     how far the self-test and the compilation have come, in the l
 step_memory        the memory that steps take on a GPU, measured at start
 warm_up            the kernels of all steps on a GPU, compiled at start
 prompt_scoring     log-probs of prompts' tokens
-transfer           copies between host and device, without waiting for the device
 """

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from multilora_engine.execution.forward_batch import ForwardBatch, TokenLoRAs
+from multilora_engine.batch.forward_batch import ForwardBatch, TokenLoRAs
 from multilora_kernels import LoRATables, StepInputs, fill_step_inputs
 
 _logger = logging.getLogger(__name__)

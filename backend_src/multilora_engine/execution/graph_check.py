@@ -10,8 +10,8 @@ from itertools import accumulate, product
 
 import torch
 
+from multilora_engine.batch.forward_batch import ForwardBatch, KVCache, TokenLoRAs
 from multilora_engine.execution.cuda_graphs import DecodeGraphs
-from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, TokenLoRAs
 from multilora_engine.execution.piecewise_graphs import PiecewiseGraphs
 from multilora_engine.models.model import Model
 from multilora_kernels import LoRATables

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
+from multilora_engine.batch.forward_batch import ForwardBatch, KVCache, TokenLoRAs
 from multilora_engine.execution.cuda_graphs import Run
-from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, TokenLoRAs
 from multilora_engine.models.layers import Attention
 from multilora_engine.models.model import HiddenStates, Model
 from multilora_kernels import LoRATables, StepInputs, fill_step_inputs

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from multilora_engine.batch.transfer import to_device
 from multilora_engine.engine.sequence import Sequence
 from multilora_engine.engine.step import ScheduledSequence
-from multilora_engine.execution.transfer import to_device
 from multilora_engine.sampling.prompt_log_probs import PromptLogProbs
 
 _ROWS_AT_ONCE = 64

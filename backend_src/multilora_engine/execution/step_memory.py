@@ -11,9 +11,9 @@ from functools import partial
 
 import torch
 
+from multilora_engine.batch.forward_batch import ForwardBatch, KVCache, TokenLoRAs
 from multilora_engine.config import EngineConfig
 from multilora_engine.execution.cuda_graphs import graph_sizes
-from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, TokenLoRAs
 from multilora_engine.execution.piecewise_graphs import piece_sizes
 from multilora_engine.models.kv_groups import only_group
 from multilora_engine.models.model import Model

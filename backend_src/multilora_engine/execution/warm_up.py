@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from multilora_engine.execution.forward_batch import KVCache
+from multilora_engine.batch.forward_batch import KVCache
 from multilora_engine.execution.operator_check import faults_named
 from multilora_engine.execution.start_progress import StartProgress
 from multilora_engine.execution.step_memory import step_lens, trial_batch

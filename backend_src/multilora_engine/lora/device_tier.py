@@ -10,8 +10,8 @@ from typing import Literal
 
 import torch
 
+from multilora_engine.batch.transfer import to_device
 from multilora_engine.errors import AdapterNotLoaded
-from multilora_engine.execution.transfer import to_device
 from multilora_engine.histogram import Histogram
 from multilora_engine.lora.adapter_state import CachedAdapter, Device
 from multilora_engine.lora.format import ARENA_DTYPES

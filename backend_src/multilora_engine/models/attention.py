@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from multilora_engine.execution.forward_batch import ForwardBatch
+from multilora_engine.batch.forward_batch import ForwardBatch
 from multilora_engine.models.rotary import Rotation
 from multilora_kernels import (
     AttentionOptions,

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, LoRABatch
+from multilora_engine.batch.forward_batch import ForwardBatch, KVCache, LoRABatch
 from multilora_engine.models.attention import AttentionPlan, attention_plan
 from multilora_engine.models.builder import Builder
 from multilora_engine.models.kv_groups import KVGroup, kv_groups

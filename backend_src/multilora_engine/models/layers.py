@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from multilora_engine.execution.forward_batch import LoRABatch
+from multilora_engine.batch.forward_batch import LoRABatch
 from multilora_engine.models.attention import AttentionPlan, attend
 from multilora_engine.models.builder import Builder
 from multilora_engine.models.model_config import Activation

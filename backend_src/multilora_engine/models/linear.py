@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from multilora_engine.execution.forward_batch import LoRABatch
+from multilora_engine.batch.forward_batch import LoRABatch
 from multilora_engine.models.weights import Destination, LinearWeight, StoredPart, VectorPlace
 from multilora_kernels import PackedLayerLinear
 from multilora_wire.sites import AdapterSite

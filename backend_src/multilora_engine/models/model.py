@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from multilora_engine.execution.forward_batch import ForwardBatch, KVCache
+from multilora_engine.batch.forward_batch import ForwardBatch, KVCache
 from multilora_engine.models.kv_groups import KVGroup
 from multilora_engine.models.layers import Attend, LayerInputs
 from multilora_engine.models.model_config import ModelConfig

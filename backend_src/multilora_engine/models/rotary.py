@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from multilora_engine.execution.forward_batch import ForwardBatch
-from multilora_engine.execution.transfer import to_device
+from multilora_engine.batch.forward_batch import ForwardBatch
+from multilora_engine.batch.transfer import to_device
 from multilora_engine.models.rope_config import Rope
 from multilora_kernels import rotary_angles
 

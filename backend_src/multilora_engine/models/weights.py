@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from multilora_engine.execution.forward_batch import LoRABatch
+from multilora_engine.batch.forward_batch import LoRABatch
 from multilora_kernels import (
     CodeType,
     HugePages,

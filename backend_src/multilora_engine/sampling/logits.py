@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from multilora_engine.batch.transfer import arrays_to_device, to_device
 from multilora_engine.engine.sequence import Sequence, for_each_alone
-from multilora_engine.execution.transfer import arrays_to_device, to_device
 from multilora_engine.request import SamplingParams
 from multilora_engine.sampling.token_counts import DeviceTokens
 from multilora_engine.sampling.token_history import ANY_TOKEN, Bans, TokenHistory, TokenIds

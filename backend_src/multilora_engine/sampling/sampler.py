@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from multilora_engine.batch.transfer import FromDevice, to_device
 from multilora_engine.engine.beam_search import Continuations
 from multilora_engine.engine.sequence import Sequence, for_each_alone
-from multilora_engine.execution.transfer import FromDevice, to_device
 from multilora_engine.request import TokenLogProb
 from multilora_engine.sampling.beam_ranking import rank_continuations
 from multilora_engine.sampling.logits import adjust_logits

@@ -10,8 +10,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from multilora_engine.batch.transfer import arrays_to_device
 from multilora_engine.engine.sequence import Sequence
-from multilora_engine.execution.transfer import arrays_to_device
 
 _IN_PROMPT, _IN_ANSWER = 1, 2
 

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
+from multilora_engine.batch.forward_batch import ForwardBatch
 from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, graph_sizes
-from multilora_engine.execution.forward_batch import ForwardBatch
 from multilora_kernels import LoRATables
 
 

@@ -16,12 +16,12 @@ from support.gpu_path import make_engine
 from support.recorded_graph import RecordedPieces, record
 
 from checkpoints.tiny_llama import VOCAB_SIZE
+from multilora_engine.batch.forward_batch import KVCache
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.build import capture_graphs, capture_pieces
 from multilora_engine.engine.engine import Engine
 from multilora_engine.engine.memory import MemoryPlan
 from multilora_engine.execution.cuda_graphs import Capture, DecodeGraphs
-from multilora_engine.execution.forward_batch import KVCache
 from multilora_engine.execution.graph_check import GraphFault
 from multilora_engine.execution.piecewise_graphs import CudaPieces, Pieces, PiecewiseGraphs, piece_sizes
 from multilora_engine.models.kv_groups import only_group

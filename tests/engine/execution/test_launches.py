@@ -12,8 +12,8 @@ from support.gpu_path import NUM_LAYERS, make_device, make_engine
 from support.recorded_graph import RecordedPieces
 
 from checkpoints.tiny_llama import VOCAB_SIZE
+from multilora_engine.batch.forward_batch import ForwardBatch
 from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs
-from multilora_engine.execution.forward_batch import ForwardBatch
 from multilora_engine.execution.piecewise_graphs import PiecewiseGraphs
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.sampling import sampler

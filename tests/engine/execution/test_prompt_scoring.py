@@ -14,10 +14,10 @@ from support.engines import Answer, assert_idle, poison_claimed_blocks, run_all
 from support.oracle import ATTENTION, MLP, Oracle, packed
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from multilora_engine.batch.forward_batch import ForwardBatch
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.execution import prompt_scoring
-from multilora_engine.execution.forward_batch import ForwardBatch
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.models.decoder import Decoder
 from multilora_engine.request import GenerationRequest, SamplingParams

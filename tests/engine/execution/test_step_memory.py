@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from checkpoints.tiny_llama import save_tiny_llama
+from multilora_engine.batch.forward_batch import ForwardBatch, KVCache
 from multilora_engine.config import EngineConfig
-from multilora_engine.execution.forward_batch import ForwardBatch, KVCache
 from multilora_engine.execution.step_memory import step_lens, step_memory
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora.device_tier import TableRows

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from multilora_engine.execution.forward_batch import ForwardBatch, KVCache
+from multilora_engine.batch.forward_batch import ForwardBatch, KVCache
 from multilora_engine.models.model import Model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multilora_engine.execution.forward_batch import LoRABatch
+from multilora_engine.batch.forward_batch import LoRABatch
 from multilora_engine.models.linear import LoRALinear, bias_places, stored_parts
 from multilora_engine.models.weights import FloatFormat, Placement
 from multilora_kernels import LoRATables, lora_segments

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from multilora_engine.execution.forward_batch import ForwardBatch
+from multilora_engine.batch.forward_batch import ForwardBatch
 from multilora_engine.models.registry import read_model_config
 from multilora_engine.models.rotary import RotaryEmbedding, Rotation
 

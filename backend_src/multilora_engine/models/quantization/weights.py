@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from multilora_engine.execution.forward_batch import LoRABatch
+from multilora_engine.batch.forward_batch import LoRABatch
 from multilora_engine.models.quantization.part import Layout, PartFilling
 from multilora_engine.models.weights import Destination, LinearWeight, WeightSwitch, row_class
 from multilora_kernels import PackedWeight, lora_apply, lora_linear, packed_linear

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from multilora_engine.execution import transfer
-from multilora_engine.execution.transfer import arrays_to_device
+from multilora_engine.batch import transfer
+from multilora_engine.batch.transfer import arrays_to_device
 
 SHAPES = st.lists(st.one_of(st.tuples(st.integers(0, 40)), st.tuples(st.integers(0, 5), st.integers(0, 9))))
 
