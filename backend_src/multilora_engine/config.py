@@ -51,26 +51,24 @@ class EngineConfig(BaseModel):
         str,
         Field(
             pattern=r"^(local|dynamo://[\w-]+(/[\w-]+/[\w-]+)?)$",
-            description="`local`, or a fleet of Dynamo: `dynamo://NAMESPACE`, then perhaps `/COMPONENT/ENDPOINT`.",
+            description="`local`, or a Dynamo fleet: `dynamo://NAMESPACE`, optionally with `/COMPONENT/ENDPOINT`.",
         ),
     ] = "local"
-    tokenizer_path: Annotated[
-        Path | None, Field(description="Directory of the tokenizer; the default is `model_path`.")
-    ] = None
+    tokenizer_path: Annotated[Path | None, Field(description="Directory of the tokenizer. Empty: `model_path`.")] = None
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], Field(description="`auto` is the GPU of this instance, or the CPU without one.")
+        Literal["auto", "cpu", "cuda"], Field(description="`auto`: the GPU of this instance, or the CPU without one.")
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Field(description="Type the model computes in; `auto` is the checkpoint's on a GPU and float32 on a CPU."),
+        Field(description="Type of the model's arithmetic. `auto`: the checkpoint's type on a GPU, float32 on a CPU."),
     ] = "auto"
     weight_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Field(description="Type weights are stored in; `auto` is the checkpoint's on a CPU in float32, else `dtype`."),
+        Field(description="Type of stored weights. `auto`: the checkpoint's type on a CPU in float32, else `dtype`."),
     ] = "auto"
-    num_threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads of the engine; 0 is one per core.")] = 0
+    num_threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads of the engine. 0: one per core.")] = 0
     max_model_len: Annotated[
-        int, Field(ge=0, description="Longest prompt plus answer, in tokens; 0 is the checkpoint's own limit.")
+        int, Field(ge=0, description="Most tokens of prompt and answer together. 0: the checkpoint's own limit.")
     ] = 0
     max_num_seqs: Annotated[int, Field(ge=1, le=4096, description="Sequences that may run at once.")] = 64
     max_beam_width: Annotated[
@@ -84,33 +82,47 @@ class EngineConfig(BaseModel):
         ),
     ] = 0
     max_queue_size: Annotated[
-        int, Field(ge=1, description="Requests that may wait; one more is refused with UNAVAILABLE.")
+        int, Field(ge=1, description="Most requests that may wait; more are refused with UNAVAILABLE.")
     ] = 4096
     min_priority: Annotated[
         int,
-        Field(ge=-(2**31), le=2**31 - 1, description="Requests that ask for a smaller `priority` get this one."),
+        Field(
+            ge=-(2**31),
+            le=2**31 - 1,
+            description="Smallest `priority` that a request may have; smaller values are raised to it.",
+        ),
     ] = 0
     api_keys_file: Annotated[
         Path | None,
-        Field(description="JSON file of the API keys that requests need, see SECURITY.md. Empty: none is needed."),
+        Field(description="JSON file of API keys, one of them needed by every request (SECURITY.md). Empty: no keys."),
     ] = None
     client_header_secret_file: Annotated[
         Path | None,
-        Field(description="Has the secret that the proxy writes before the name in `x-multilora-client`. Empty: none."),
+        Field(
+            description="File with the secret that the proxy writes before a name in `x-multilora-client`. Empty: none."
+        ),
     ] = None
     stop_needs_sender: Annotated[
         bool,
-        Field(description="Of a client without key and name, take only a `stop` by an id that the server gave."),
+        Field(description="An anonymous client may stop a request only by the `stop_id` that the server gave."),
     ] = False
     max_prompt_bytes: Annotated[
-        ByteSize, Field(ge=1, description="Longest text or chat of one prompt; more is refused before tokenizing.")
+        ByteSize,
+        Field(
+            ge=1, description="Longest text or chat of one prompt, in bytes; longer ones are refused before tokenizing."
+        ),
     ] = ByteSize(4 << 20)
     max_uploads_per_client: Annotated[
         int,
-        Field(ge=1, description="Adapters a known client may send at once; unknown ones share as many of full size."),
+        Field(
+            ge=1, description="Adapters that a known client may send at once; unknown clients share room for as many."
+        ),
     ] = 8
     guide_compile_timeout_s: Annotated[
-        float, Field(gt=0, description="A guide not compiled by then fails its request with UNAVAILABLE.")
+        float,
+        Field(
+            gt=0, description="Longest time to compile a guide, in seconds; after it the request ends with UNAVAILABLE."
+        ),
     ] = 10.0
     inter_token_latency_target_ms: Annotated[
         Literal["auto"] | Annotated[float, Field(ge=0)],
@@ -123,16 +135,16 @@ class EngineConfig(BaseModel):
         float,
         Field(
             ge=0,
-            description="Time in a step for stop words, guides and beams; a request that falls 5 times that behind "
-            "is ended; 0: never.",
+            description="Time in a step, in ms, for stop words, guides and beams; a request that falls 5 times that "
+            "behind is ended; 0: never.",
         ),
     ] = 50.0
     stream_interval: Annotated[
-        int, Field(ge=1, description="Tokens in each streamed response (the first has one). Larger is cheaper.")
+        int, Field(ge=1, description="Tokens in each streamed response (the first has one). Larger values cost less.")
     ] = 1
     block_size: Annotated[int, Field(ge=1, le=1024, description="Tokens of one KV cache block.")] = 16
     enable_prefix_caching: Annotated[
-        bool, Field(description="Keep keys and values of earlier tokens for prompts of the same adapter and beginning.")
+        bool, Field(description="Reuse keys and values of a prompt's beginning for later prompts of the same adapter.")
     ] = True
     enable_cuda_graphs: Annotated[
         _Switch, Field(description="Replay steps on a GPU as CUDA graphs. `auto`: if they pass the self-test at start.")
@@ -144,42 +156,46 @@ class EngineConfig(BaseModel):
         ByteSize,
         Field(
             ge=0,
-            description="Most bytes of floats beside codes, for the operation `weights`; 0: none, and quicker codes.",
+            description="Most bytes of floats beside quantised weights (operation `weights`). 0: none, and "
+            "faster codes.",
         ),
     ] = ByteSize(0)
     unpacked_weights: Annotated[
         str,
-        Field(description="Quantised modules that have floats from the start: names or globs, with commas between."),
+        Field(description="Quantised modules with floats from the start: names or globs, separated by commas."),
     ] = ""
     kv_cache_memory_bytes: Annotated[
         ByteSize,
-        Field(ge=0, description="Bytes of the KV cache; 0: all that is left on a GPU, 1 GiB on a CPU."),
+        Field(ge=0, description="Bytes of the KV cache. 0: all memory left on a GPU, 1 GiB on a CPU."),
     ] = ByteSize(0)
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "int8", "fp8"],
         Field(
-            description="Type of cached keys and values: `auto` is `dtype`; int8, and fp8 (CPUs), have scales by head."
+            description="Type of cached keys and values. `auto`: `dtype`; int8, and fp8 (CPUs), have scales by head."
         ),
     ] = "auto"
     gpu_memory_utilization: Annotated[
-        float, Field(gt=0, le=1, description="Share of the GPU's memory the engine may use in all.")
+        float, Field(gt=0, le=1, description="Share of the GPU's memory that the engine may use.")
     ] = 0.9
     request_timeout_s: Annotated[
-        float, Field(gt=0, description="A request ends so many seconds after it arrived, even if its client waits.")
+        float, Field(gt=0, description="Seconds after which a request ends, even if its client waits.")
     ] = 600.0
     engine_hang_timeout_s: Annotated[
         float,
-        Field(ge=0, description="An engine without a sign of life for so long is killed and restarted; 0: never."),
+        Field(ge=0, description="Seconds without a sign of life before the engine is killed and restarted. 0: never."),
     ] = 30.0
     add_special_tokens: Annotated[
         bool, Field(description="Whether the tokenizer adds its special tokens (such as BOS) to `text_input`.")
     ] = True
     special_tokens_in_messages: Annotated[
         bool,
-        Field(description="Whether `<|im_end|>` and the like in a chat's texts are special tokens; false: plain text."),
+        Field(
+            description="Whether special tokens spelt in a chat's texts (`<|im_end|>`) count as such; false: "
+            "plain text."
+        ),
     ] = True
     exclude_input_in_output: Annotated[
-        bool, Field(description="Default of the input of that name: leave the prompt out of unary answers.")
+        bool, Field(description="Default of the input of this name: leave the prompt out of one-response answers.")
     ] = False
     lora: LoRAConfig = LoRAConfig()
 

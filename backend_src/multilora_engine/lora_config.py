@@ -63,7 +63,7 @@ class LoRAConfig(BaseModel):
         Field(
             ge=0,
             le=4096,
-            description="Adapters in one step (4096 at most); others wait. 0: max_num_seqs on a GPU, else 32.",
+            description="Most adapters in one step (up to 4096); others wait. 0: max_num_seqs on a GPU, else 32.",
         ),
     ] = 0
     max_lora_rank: Annotated[
@@ -71,7 +71,8 @@ class LoRAConfig(BaseModel):
         Field(
             ge=1,
             le=ADAPTER_RANK_LIMIT,
-            description=f"Largest rank accepted ({ADAPTER_RANK_LIMIT} at most). An adapter costs only its own.",
+            description=f"Largest rank accepted ({ADAPTER_RANK_LIMIT} at most). An adapter takes memory for "
+            "its own rank only.",
         ),
     ] = 64
     lora_max_adapter_bytes: Annotated[
@@ -80,14 +81,16 @@ class LoRAConfig(BaseModel):
     lora_dtype: Annotated[
         Literal["auto", StoredDtype],
         Field(
-            description="Storage of cached adapters: `auto` as the model computes; `int8`, `fp8` and `int4` as codes."
+            description="Type of stored adapters. `auto`: the type of the model's arithmetic; `int8`, `fp8`, "
+            "`int4`: codes."
         ),
     ] = "auto"
     lora_cache_host_memory_bytes: Annotated[
         ByteSize,
         Field(
             ge=0,
-            description="Host tier, like `4GiB`. 0: 1 GiB; for a GPU at least twice max_loras adapters of rank 16.",
+            description="Size of the host tier, like `4GiB`. 0: 1 GiB; for a GPU at least 2 x max_loras "
+            "adapters of rank 16.",
         ),
     ] = ByteSize(0)
     lora_cache_gpu_memory_fraction: Annotated[
@@ -100,21 +103,23 @@ class LoRAConfig(BaseModel):
     ] = 0.0
     lora_cache_dir: Annotated[
         Path | None,
-        Field(description="Disk tier: uploaded and evicted adapters go to files in this directory. Empty is none."),
+        Field(description="Directory of the disk tier, for uploaded and evicted adapters. Empty: no disk tier."),
     ] = None
     lora_cache_disk_bytes: Annotated[
-        ByteSize, Field(ge=1, description="Budget of the disk tier, in bytes or like `4GiB`.")
+        ByteSize, Field(ge=1, description="Size of the disk tier, in bytes or like `4GiB`.")
     ] = ByteSize(16 << 30)
     lora_prefetch_dir: Annotated[
         Path | None,
-        Field(description="Adapters to load at start: folders named after task ids, with upstream's two `.npy` files."),
+        Field(description="Adapters to load at start: folders named by task id, with upstream's two `.npy` files."),
     ] = None
     lora_sources: Annotated[
         list[SourceSpec],
         BeforeValidator(_parse_sources),
-        Field(description="Where adapters that no tier has are fetched from: a JSON list of sources. `[]` is nowhere."),
+        Field(description="JSON list of sources to fetch adapters from when no tier has them. `[]`: none."),
     ] = []
     lora_on_conflict: Annotated[
         Literal["refuse", "replace"],
-        Field(description="A cached task id sent with other weights: `refuse` it, or `replace` it for new requests."),
+        Field(
+            description="When a cached task id comes with other weights: `refuse` them, or `replace` for new requests."
+        ),
     ] = "refuse"

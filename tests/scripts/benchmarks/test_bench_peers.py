@@ -32,6 +32,7 @@ from benchmarks.peers.tables import PAGE, TABLE
 from benchmarks.peft_baseline import PeftBaseline
 from marked_tables import read_cells, read_table
 
+REPOSITORY = Path(__file__).parents[3]
 ADAPTERS = "an adapter each, 1 at once"
 OURS = next(contestant for contestant in FLOATS if contestant.module == "ours")
 
@@ -64,6 +65,17 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     page.write_text(PAGE.read_text())
     monkeypatch.setattr(tables, "PAGE", page)
     return page
+
+
+def test_the_readme_repeats_the_figures_of_the_table() -> None:
+    measured = {row.pop("tokens a second"): row for row in read_cells(PAGE, TABLE)}
+    rows = read_cells(REPOSITORY / "README.md", "beside others")
+    assert len(rows) == 4
+    for row in rows:
+        name, base, adapters, share = row.values()
+        figures = measured[name]
+        assert (base, adapters) == (figures["base, 16 at once"], figures["an adapter each, 16 at once"])
+        assert share == ("–" if adapters == "–" else f"{float(adapters) / float(base):.2f}")
 
 
 def test_figures_are_those_of_the_answers(tmp_path: Path) -> None:
