@@ -31,6 +31,17 @@ SCRIPT_FOLDERS: dict[str, set[str]] = {
 """The folders of scripts/ that each of them may import."""
 DISTRIBUTIONS = ("backend_src", "kernels", "client")
 
+ROOMS = (
+    *("dynamo", "serving", "tritonserver", "process", "quantize", "engine", "execution"),
+    *("sampling", "sequences", "guides", "lora", "models", "text", "batch"),
+)
+"""The rooms of the engine from top to bottom: each imports only rooms after it. Files in no room are the ground."""
+
+UPWARD_IMPORTS = {
+    ("multilora_engine.request", "multilora_engine.lora.names"),
+}
+"""Imports from a lower place to a higher one that are left."""
+
 OWN_DECORATORS = {"property", "cached_property", "staticmethod", "classmethod", "contextmanager", "asynccontextmanager"}
 """Decorators that leave a function to our own callers; any other may hand it to a library."""
 
@@ -114,6 +125,23 @@ def test_modules_do_not_import_each_other_in_a_circle(distribution: str) -> None
         TopologicalSorter(import_graph(distribution)).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+def height(module: str) -> int:
+    """How high a module of the engine lies: 0 is the ground, the files that are in no room."""
+    _, room, *_ = [*module.split("."), ""]
+    return len(ROOMS) - ROOMS.index(room) if room in ROOMS else 0
+
+
+def test_every_room_of_the_engine_has_its_place() -> None:
+    folders = (ROOT / "backend_src" / "multilora_engine").glob("*/__init__.py")
+    assert {path.parent.name for path in folders} == set(ROOMS)
+
+
+def test_rooms_import_only_rooms_below_them() -> None:
+    imports = [(name, found) for name, modules in import_graph("backend_src").items() for found in modules]
+    upward = {(name, found) for name, found in imports if height(name) < height(found)}
+    assert upward == UPWARD_IMPORTS
 
 
 def test_every_function_and_class_is_used_outside_of_tests() -> None:

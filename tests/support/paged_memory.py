@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from multilora_engine.engine.kv_cache import BlockAllocator
-from multilora_engine.engine.sequence import Sequence
+from multilora_engine.sequences.sequence import Sequence
 
 NEXT_TOKEN = 2
 """What every sequence goes on with, and what its pending tokens are therefore."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from multilora_engine.request import GenerationRequest, TokenLogProb, TokenOutput
-from multilora_engine.sampling.prompt_log_probs import NO_TOKEN, row_type
+from multilora_engine.sequences.prompt_log_probs import NO_TOKEN, row_type
 from multilora_engine.text.tokenizer import Tokenizer
 
 Chunk = dict[str, Any]

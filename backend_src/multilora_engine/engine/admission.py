@@ -12,22 +12,22 @@ from random import Random
 
 import torch
 
-from multilora_engine.engine.beam_search import BeamSearch
+from multilora_engine.engine.guide_queue import GuideQueue, GuidesInUse
 from multilora_engine.engine.host_work import has_host_work
 from multilora_engine.engine.outputs import error_output, failure_output
 from multilora_engine.engine.request_limits import RequestLimits
 from multilora_engine.engine.scheduler import Scheduler
-from multilora_engine.engine.sequence import PromptReport, Sequence, SequenceStatus, Times
 from multilora_engine.errors import AdapterNotFound, QueueFull, QueueShareFull, RequestError
+from multilora_engine.guides.guided import GuideMatcher
 from multilora_engine.lora.adapter_state import CachedAdapter
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.remote import Fetch, RemoteAdapters
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
-from multilora_engine.sampling.guide_queue import GuideQueue, GuidesInUse
-from multilora_engine.sampling.guided import GuideMatcher
 from multilora_engine.sampling.logits import bias_tensors, end_tokens
-from multilora_engine.sampling.prompt_log_probs import PromptLogProbs
+from multilora_engine.sequences.beam_search import BeamSearch
+from multilora_engine.sequences.prompt_log_probs import PromptLogProbs
+from multilora_engine.sequences.sequence import PromptReport, Sequence, SequenceStatus, Times
 from multilora_engine.text.text_stream import TextStream
 from multilora_engine.text.tokenizer import Tokenizer
 

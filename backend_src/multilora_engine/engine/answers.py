@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from multilora_engine.engine.beam_search import BeamSearch, Continuation, Continuations
 from multilora_engine.engine.host_work import HostWork
-from multilora_engine.engine.kv_cache import BlockCopy
 from multilora_engine.engine.outputs import (
     beams_output,
     error_output,
@@ -17,12 +15,13 @@ from multilora_engine.engine.outputs import (
     token_output,
 )
 from multilora_engine.engine.scheduler import Scheduler
-from multilora_engine.engine.sequence import Sequence
 from multilora_engine.errors import InvalidRequest, TooMuchHostWork
 from multilora_engine.request import FinishReason, TokenLogProb, TokenOutput
 from multilora_engine.sampling.logits import end_tokens
 from multilora_engine.sampling.sampler import SampledToken
-from multilora_engine.sampling.token_history import TokenHistory
+from multilora_engine.sequences.beam_search import BeamSearch, Continuation, Continuations
+from multilora_engine.sequences.sequence import BlockCopy, Sequence
+from multilora_engine.sequences.token_history import TokenHistory
 from multilora_engine.text.text_stream import TextDelta, TextStream
 
 

@@ -16,20 +16,20 @@ from multilora_engine.engine.answers import Answers
 from multilora_engine.engine.base_model import BaseModel, describe_engine, load_base_model
 from multilora_engine.engine.build import build_fetcher, build_lora_manager, build_model_runner, choose_device
 from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
+from multilora_engine.engine.guide_queue import GuideQueue, GuidesInUse
 from multilora_engine.engine.host_work import HostWork
-from multilora_engine.engine.kv_cache import BlockAllocator, BlockCopy, BlockEvents
+from multilora_engine.engine.kv_cache import BlockAllocator, BlockEvents
 from multilora_engine.engine.memory import is_out_of_memory
 from multilora_engine.engine.outputs import error_output, failure_output, prompt_output
 from multilora_engine.engine.pace import Pace
 from multilora_engine.engine.prompt_waits import PromptWaits
 from multilora_engine.engine.request_limits import RequestLimits
 from multilora_engine.engine.scheduler import Scheduler
-from multilora_engine.engine.sequence import Sequence, SequenceStatus
-from multilora_engine.engine.step import ScheduledSequence
 from multilora_engine.engine.step_clock import StepClock
 from multilora_engine.engine.step_cost import StepWork
 from multilora_engine.engine.unpacked_weights import UnpackedWeights
 from multilora_engine.errors import Cancelled, InternalError, RequestError
+from multilora_engine.guides.guided import GuideCompiler
 from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
@@ -37,9 +37,9 @@ from multilora_engine.lora.names import TaskId, label_of
 from multilora_engine.lora.preload import preload_adapters
 from multilora_engine.lora.remote import RemoteAdapters
 from multilora_engine.request import GenerationRequest, TokenOutput
-from multilora_engine.sampling.guide_queue import GuideQueue, GuidesInUse
-from multilora_engine.sampling.guided import GuideCompiler
 from multilora_engine.sampling.sampler import Choice, SampledToken
+from multilora_engine.sequences.scheduled_sequence import ScheduledSequence
+from multilora_engine.sequences.sequence import BlockCopy, Sequence, SequenceStatus
 from multilora_kernels import forget_adapters
 
 _logger = logging.getLogger(__name__)

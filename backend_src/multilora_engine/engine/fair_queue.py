@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 
-from multilora_engine.engine.sequence import Sequence, SequenceStatus
 from multilora_engine.engine.waiting_line import WaitingLine
 from multilora_engine.lora.names import TaskId
+from multilora_engine.sequences.sequence import Sequence, SequenceStatus
 
 Key = TypeVar("Key", bound=Hashable)
 AnyShare = TypeVar("AnyShare", bound="_Share")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from multilora_engine.engine.sequence import Sequence
+from multilora_engine.sequences.sequence import Sequence
 
 
 def choose_victim(

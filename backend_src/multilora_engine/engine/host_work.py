@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from multilora_engine.engine.sequence import Sequence
 from multilora_engine.errors import TooMuchHostWork
 from multilora_engine.request import SamplingParams
+from multilora_engine.sequences.sequence import Sequence
 
 _MAX_DEBT = 5
 """A request may be behind by so many times the time that all requests of a step may take together."""

@@ -6,13 +6,12 @@ import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from multilora_engine.engine.engine_stats import PrefixCacheStats
-from multilora_engine.engine.sequence import Sequence
+from multilora_engine.sequences.sequence import BlockCopy, Sequence
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
@@ -64,14 +63,6 @@ class BlockEvents:
         """The events since the last time."""
         events, self._events = self._events, []
         return events
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """The keys and values of block `source` shall be in block `target`, too."""
-
-    source: int
-    target: int
 
 
 class BlockAllocator:

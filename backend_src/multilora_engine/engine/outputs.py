@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from multilora_engine.engine.sequence import Sequence
 from multilora_engine.errors import AdapterNotFound, AdapterOverflow, InternalError, InvalidRequest, RequestError
 from multilora_engine.log_lines import one_line
 from multilora_engine.request import BeamOutput, FinishReason, GenerationRequest, TokenOutput
+from multilora_engine.sequences.sequence import Sequence
 from multilora_engine.text.text_stream import TextDelta
 
 _MAX_REASON_CHARS = 200

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from multilora_engine.engine.engine_stats import PaceStats
-from multilora_engine.engine.sequence import Sequence
 from multilora_engine.engine.step_cost import StepCost, StepWork, num_keys
+from multilora_engine.sequences.sequence import Sequence
 
 _TARGET_MULTIPLE = 2.5
 """Without a target in seconds, a step may take so many times as long as the running answers' own tokens."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import chain, islice, takewhile
 
 from multilora_engine.engine.engine_stats import PromptWaitStats
-from multilora_engine.engine.sequence import Sequence
+from multilora_engine.sequences.sequence import Sequence
 
 MAX_PROMPT_WAIT_S = 10.0
 """A prompt that waits longer goes before later ones; a step may take as long as the targets of `Pace` allow."""

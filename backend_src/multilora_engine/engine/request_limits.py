@@ -10,9 +10,9 @@ from operator import itemgetter
 
 import numpy as np
 
-from multilora_engine.engine.beam_search import check_beam_sampling
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_engine.sequences.beam_search import check_beam_sampling
 
 _LOGIT_BYTES = 4
 """Logits leave as float32."""

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Set
 from multilora_engine.engine.engine_stats import PromptWaitStats
 from multilora_engine.engine.fair_queue import FairQueue
 from multilora_engine.engine.fair_shares import choose_victim
-from multilora_engine.engine.kv_cache import BlockAllocator, BlockCopy
+from multilora_engine.engine.kv_cache import BlockAllocator
 from multilora_engine.engine.pace import Pace
 from multilora_engine.engine.prompt_waits import PromptWaits
-from multilora_engine.engine.sequence import Sequence, SequenceStatus
-from multilora_engine.engine.step import ScheduledSequence, Step
+from multilora_engine.engine.step import Step
 from multilora_engine.lora.adapter_state import CachedAdapter
 from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.sequences.scheduled_sequence import ScheduledSequence
+from multilora_engine.sequences.sequence import BlockCopy, Sequence, SequenceStatus
 
 MAX_OVERTAKES = 64
 """A sequence that waits for its adapter lets at most this many later ones with an adapter pass."""

@@ -2,49 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from multilora_engine.engine.pace import PromptTime
-from multilora_engine.engine.sequence import Sequence
 from multilora_engine.engine.step_cost import StepWork, num_keys
-
-
-class ScheduledSequence(msgspec.Struct, frozen=True):
-    """`num_tokens` tokens of `sequence`, from `num_computed_tokens` (as it was when scheduled) on.
-
-    is_sampled: the step computes its last token, so the logits give the next one.
-    """
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    is_sampled: bool
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether it is one token of the answer. The attention of all others is that of prompts: an answer has the same
-        bits however its prompt is cut, into pieces of one token, too.
-        """
-        return self.num_tokens == 1 and self.start >= len(self.sequence.request.prompt_token_ids)
-
-    @property
-    def context_positions(self) -> range:
-        """The prompt's tokens in this step whose logits the request wants and has not got before a preemption."""
-        sequence = self.sequence
-        if not sequence.request.sampling.return_context_logits or sequence.output_token_ids:
-            return range(0)
-        return range(max(self.start, sequence.prompt_report.num_logits), self.start + self.num_tokens)
-
-    @property
-    def scored_positions(self) -> range:
-        """The prompt's tokens in this step behind which are tokens whose log-probs are wanted and not known yet."""
-        log_probs = self.sequence.prompt_report.log_probs
-        return range(0) if log_probs is None else log_probs.missing(self.start, self.start + self.num_tokens)
-
-    @property
-    def token_ids(self) -> list[int]:
-        """A pending token is missing."""
-        return self.sequence.token_ids(self.start, self.start + self.num_tokens)
+from multilora_engine.sequences.scheduled_sequence import ScheduledSequence
+from multilora_engine.sequences.sequence import Sequence
 
 
 class Step:

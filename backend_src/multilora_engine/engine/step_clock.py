@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 
 from multilora_engine.engine.pace import Pace
-from multilora_engine.engine.step import ScheduledSequence, work_of
+from multilora_engine.engine.step import work_of
 from multilora_engine.engine.step_cost import StepWork
+from multilora_engine.sequences.scheduled_sequence import ScheduledSequence
 
 _STEPS_PER_SAMPLE = 8
 """One in so many steps without prompts is measured: they are all alike."""

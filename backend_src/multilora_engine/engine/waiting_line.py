@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from multilora_engine.engine.sequence import Sequence
+from multilora_engine.sequences.sequence import Sequence
 
 TOKENS_OF_A_PLACE = 32
 """For each so many tokens, a sequence lets one later sequence pass."""

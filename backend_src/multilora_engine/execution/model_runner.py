@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from multilora_engine.batch.forward_batch import ForwardBatch, KVCache, TokenLoRAs
 from multilora_engine.batch.transfer import arrays_to_device, to_device
-from multilora_engine.engine.kv_cache import BlockCopy
-from multilora_engine.engine.step import ScheduledSequence
 from multilora_engine.execution.cuda_graphs import DecodeGraphs
 from multilora_engine.execution.piecewise_graphs import PiecewiseGraphs
 from multilora_engine.execution.prompt_scoring import score_prompts, scores_prompts
@@ -21,6 +19,8 @@ from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.models.model import Model
 from multilora_engine.sampling.sampler import Choice
 from multilora_engine.sampling.token_counts import DeviceTokens, TokenCounts
+from multilora_engine.sequences.scheduled_sequence import ScheduledSequence
+from multilora_engine.sequences.sequence import BlockCopy
 from multilora_kernels import MemoryAhead
 
 

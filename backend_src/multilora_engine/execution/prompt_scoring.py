@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from multilora_engine.batch.transfer import to_device
-from multilora_engine.engine.sequence import Sequence
-from multilora_engine.engine.step import ScheduledSequence
-from multilora_engine.sampling.prompt_log_probs import PromptLogProbs
+from multilora_engine.sequences.prompt_log_probs import PromptLogProbs
+from multilora_engine.sequences.scheduled_sequence import ScheduledSequence
+from multilora_engine.sequences.sequence import Sequence
 
 _ROWS_AT_ONCE = 64
 """The rows of logits of one product: more would take memory, fewer would read the head's weights more often."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from multilora_engine.batch.transfer import to_device
-from multilora_engine.engine.beam_search import Continuations
-from multilora_engine.engine.sequence import Sequence
+from multilora_engine.sequences.beam_search import Continuations
+from multilora_engine.sequences.sequence import Sequence
 
 _MIN_TEMPERATURE = torch.finfo(torch.float32).tiny
 """The smallest float32 that nothing rounds to zero."""

@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from multilora_engine.batch.transfer import arrays_to_device, to_device
-from multilora_engine.engine.sequence import Sequence, for_each_alone
 from multilora_engine.request import SamplingParams
 from multilora_engine.sampling.token_counts import DeviceTokens
-from multilora_engine.sampling.token_history import ANY_TOKEN, Bans, TokenHistory, TokenIds
+from multilora_engine.sequences.sequence import Sequence, for_each_alone
+from multilora_engine.sequences.token_history import ANY_TOKEN, Bans, TokenHistory, TokenIds
 from multilora_kernels import LARGEST_LOGIT, forbid_tokens, penalise_tokens
 
 _NO_TOKENS = np.array([], np.int64)

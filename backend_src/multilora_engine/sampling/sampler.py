@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 
 from multilora_engine.batch.transfer import FromDevice, to_device
-from multilora_engine.engine.beam_search import Continuations
-from multilora_engine.engine.sequence import Sequence, for_each_alone
 from multilora_engine.request import TokenLogProb
 from multilora_engine.sampling.beam_ranking import rank_continuations
 from multilora_engine.sampling.logits import adjust_logits
 from multilora_engine.sampling.token_counts import DeviceTokens
+from multilora_engine.sequences.beam_search import Continuations
+from multilora_engine.sequences.sequence import Sequence, for_each_alone
 from multilora_kernels import SamplingRule, most_probable, rule_parameters, sample_tokens
 
 _MIN_TEMPERATURE = 1e-6

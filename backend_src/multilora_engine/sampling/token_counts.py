@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from multilora_engine.batch.transfer import arrays_to_device
-from multilora_engine.engine.sequence import Sequence
+from multilora_engine.sequences.sequence import Sequence
 
 _IN_PROMPT, _IN_ANSWER = 1, 2
 

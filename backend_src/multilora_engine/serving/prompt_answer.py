@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from multilora_engine.sampling.prompt_log_probs import NO_TOKEN, row_type
+from multilora_engine.sequences.prompt_log_probs import NO_TOKEN, row_type
 
 
 class PromptTokens(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ import pytest
 
 from multilora_engine.dynamo.answers import Answer
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenLogProb, TokenOutput
-from multilora_engine.sampling.prompt_log_probs import NO_TOKEN, row_type
+from multilora_engine.sequences.prompt_log_probs import NO_TOKEN, row_type
 
 
 class LettersTokenizer:

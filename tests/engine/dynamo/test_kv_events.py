@@ -15,9 +15,9 @@ import pytest
 
 from multilora_engine.dynamo.kv_events import BlockPublisher, block_hash
 from multilora_engine.engine.kv_cache import BlockAllocator, BlockEvent, BlockEvents, BlockRemoved, BlockStored
-from multilora_engine.engine.sequence import Sequence as EngineSequence
 from multilora_engine.lora.adapter_state import CachedAdapter, Version
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
+from multilora_engine.sequences.sequence import Sequence as EngineSequence
 from multilora_engine.text.text_stream import TextStream
 from multilora_wire.layout import PageShape
 

@@ -16,19 +16,19 @@ from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine import answers, engine
 from multilora_engine.engine.answers import Answers
-from multilora_engine.engine.beam_search import BeamSearch
 from multilora_engine.engine.engine import Engine
+from multilora_engine.engine.guide_queue import GuideQueue
 from multilora_engine.engine.host_work import HostWork
 from multilora_engine.engine.scheduler import Scheduler
-from multilora_engine.engine.sequence import HeldOutputs, PromptReport, Sequence
+from multilora_engine.guides.guided import GuideMatcher
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.request import GenerationRequest, Guide, SamplingParams
 from multilora_engine.sampling import logits, sampler
-from multilora_engine.sampling.guide_queue import GuideQueue
-from multilora_engine.sampling.guided import GuideMatcher
-from multilora_engine.sampling.prompt_log_probs import PromptLogProbs
 from multilora_engine.sampling.token_counts import TokenCounts
-from multilora_engine.sampling.token_history import TokenHistory
+from multilora_engine.sequences.beam_search import BeamSearch
+from multilora_engine.sequences.prompt_log_probs import PromptLogProbs
+from multilora_engine.sequences.sequence import HeldOutputs, PromptReport, Sequence
+from multilora_engine.sequences.token_history import TokenHistory
 from multilora_engine.text.text_stream import TextStream
 
 VICTIM = "victim"

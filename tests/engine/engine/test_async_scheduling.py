@@ -21,7 +21,7 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.request import GenerationRequest, Guide, SamplingParams
-from multilora_engine.sampling.prompt_log_probs import row_type
+from multilora_engine.sequences.prompt_log_probs import row_type
 
 BAD = tuple((first, second) for first in range(0, VOCAB_SIZE, 2) for second in range(0, VOCAB_SIZE, 9))
 """So many that answers meet some."""

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multilora_engine.engine.fair_queue import FairQueue
-from multilora_engine.engine.sequence import Sequence, SequenceStatus
 from multilora_engine.engine.waiting_line import TOKENS_OF_A_PLACE
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
+from multilora_engine.sequences.sequence import Sequence, SequenceStatus
 from multilora_engine.text.text_stream import TextStream
 
 MAX_TOKENS = 50

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multilora_engine.engine.fair_shares import choose_victim
-from multilora_engine.engine.sequence import Sequence
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
+from multilora_engine.sequences.sequence import Sequence
 from multilora_engine.text.text_stream import TextStream
 
 NUM_PLACES = 4

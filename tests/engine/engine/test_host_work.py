@@ -7,8 +7,8 @@ import pytest
 from support.fronts import generation_request
 
 from multilora_engine.engine.host_work import HostWork
-from multilora_engine.engine.sequence import Sequence
 from multilora_engine.errors import TooMuchHostWork
+from multilora_engine.sequences.sequence import Sequence
 from multilora_engine.text.text_stream import TextStream
 
 

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.paged_memory import PoisonedBlocks
 
-from multilora_engine.engine.kv_cache import BlockCopy
-from multilora_engine.engine.sequence import Sequence
 from multilora_engine.lora.adapter_state import CachedAdapter
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
+from multilora_engine.sequences.sequence import BlockCopy, Sequence
 from multilora_engine.text.text_stream import TextStream
 from multilora_wire.layout import PageShape
 

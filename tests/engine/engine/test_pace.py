@@ -12,9 +12,9 @@ from support.known_pace import PROMPT_TOKEN_S, known_pace
 
 from multilora_engine.engine.engine_stats import PaceStats
 from multilora_engine.engine.pace import Pace, PromptTime
-from multilora_engine.engine.sequence import Sequence
 from multilora_engine.engine.step_cost import StepWork
 from multilora_engine.request import Sender
+from multilora_engine.sequences.sequence import Sequence
 from multilora_engine.text.text_stream import TextStream
 
 

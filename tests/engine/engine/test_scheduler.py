@@ -17,8 +17,7 @@ from multilora_engine.engine.engine_stats import PromptWaitStats
 from multilora_engine.engine.pace import Pace
 from multilora_engine.engine.prompt_waits import PromptWaits
 from multilora_engine.engine.scheduler import Scheduler
-from multilora_engine.engine.sequence import Sequence, SequenceStatus
-from multilora_engine.engine.step import ScheduledSequence, work_of
+from multilora_engine.engine.step import work_of
 from multilora_engine.engine.step_cost import StepWork
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.format import pack_adapter
@@ -26,6 +25,8 @@ from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
+from multilora_engine.sequences.scheduled_sequence import ScheduledSequence
+from multilora_engine.sequences.sequence import Sequence, SequenceStatus
 from multilora_engine.text.text_stream import TextStream
 
 MAX_LORAS = 2

@@ -16,11 +16,11 @@ from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.engine.pace import Pace
-from multilora_engine.engine.sequence import Sequence
-from multilora_engine.engine.step import ScheduledSequence
 from multilora_engine.engine.step_clock import StepClock
 from multilora_engine.engine.step_cost import StepWork
 from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_engine.sequences.scheduled_sequence import ScheduledSequence
+from multilora_engine.sequences.sequence import Sequence
 from multilora_engine.text.text_stream import TextStream
 
 

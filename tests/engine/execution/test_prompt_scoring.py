@@ -21,7 +21,7 @@ from multilora_engine.execution import prompt_scoring
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.models.decoder import Decoder
 from multilora_engine.request import GenerationRequest, SamplingParams
-from multilora_engine.sampling.prompt_log_probs import row_type
+from multilora_engine.sequences.prompt_log_probs import row_type
 
 TOLERANCE = 1e-3
 VOCAB_SIZE = 311

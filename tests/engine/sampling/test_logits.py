@@ -18,10 +18,10 @@ from transformers.generation.logits_process import (
     SuppressTokensLogitsProcessor,
 )
 
-from multilora_engine.engine.sequence import Sequence
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.sampling.logits import adjust_logits, bias_tensors
 from multilora_engine.sampling.token_counts import DeviceTokens, TokenCounts
+from multilora_engine.sequences.sequence import Sequence
 from multilora_engine.text.text_stream import TextStream
 
 VOCAB = 11

@@ -15,10 +15,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from multilora_engine.engine.sequence import Sequence
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.sampling import sampler
 from multilora_engine.sampling.sampler import Choice
+from multilora_engine.sequences.sequence import Sequence
 from multilora_engine.text.text_stream import TextStream
 from multilora_kernels import SamplingRule, sampling_reference
 

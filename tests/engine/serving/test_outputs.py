@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from support.fake_triton import LOG_PROB_NAMES, OUTPUT_NAMES, PERF_NAMES
 
 from multilora_engine.request import PerfMetrics, TokenLogProb, TokenOutput
-from multilora_engine.sampling.prompt_log_probs import PromptLogProbs
+from multilora_engine.sequences.prompt_log_probs import PromptLogProbs
 from multilora_engine.serving.outputs import OutputColumns, ReplyRow, RowAnswer
 from multilora_engine.serving.prompt_answer import PromptAnswer, PromptTokens
 

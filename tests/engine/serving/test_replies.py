@@ -6,7 +6,7 @@ import pytest
 from support.fake_triton import FakeRequest, FakeTensor
 
 from multilora_engine.request import PerfMetrics, TokenLogProb, TokenOutput
-from multilora_engine.sampling.prompt_log_probs import row_type
+from multilora_engine.sequences.prompt_log_probs import row_type
 from multilora_engine.serving.outputs import ReplyRow
 from multilora_engine.serving.prompt_answer import PromptTokens
 from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript

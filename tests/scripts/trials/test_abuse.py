@@ -17,7 +17,7 @@ from tritonclient.utils import deserialize_bytes_tensor
 
 from marked_tables import read_table
 from multilora_engine.errors import ConfigError
-from multilora_engine.sampling.guide_grammar import MAX_GUIDE_BYTES
+from multilora_engine.guides.guide_grammar import MAX_GUIDE_BYTES
 from trials import abuse
 from trials.abuse_table import Row, markdown
 from trials.attacker import Attacker

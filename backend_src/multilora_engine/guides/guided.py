@@ -20,17 +20,17 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from multilora_engine.errors import InvalidRequest
-from multilora_engine.log_lines import one_line
-from multilora_engine.request import Guide
-from multilora_engine.sampling.guide_grammar import (
+from multilora_engine.guides.guide_grammar import (
     MAX_LEXER_BYTES,
     LongestFirst,
     TokenTable,
     make_matcher,
     make_tokenizer,
 )
-from multilora_engine.sampling.guide_sandbox import GuideSandbox, GuideWatch
-from multilora_engine.sampling.guide_sandbox_process import Trial
+from multilora_engine.guides.guide_sandbox import GuideSandbox, GuideWatch
+from multilora_engine.guides.guide_sandbox_process import Trial
+from multilora_engine.log_lines import one_line
+from multilora_engine.request import Guide
 from multilora_engine.text.tokenizer import Tokenizer
 
 _MAX_KEPT_BYTES = 40 << 20

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 import msgspec
 
 from multilora_engine.errors import Cancelled, InvalidRequest, Unavailable
-from multilora_engine.log_lines import one_line
-from multilora_engine.request import Guide
-from multilora_engine.sampling.guide_grammar import TokenTable
-from multilora_engine.sampling.guide_sandbox_process import (
+from multilora_engine.guides.guide_grammar import TokenTable
+from multilora_engine.guides.guide_sandbox_process import (
     MAX_CPU_S,
     MAX_MEMORY_BYTES,
     MAX_STACK_BYTES,
@@ -27,6 +25,8 @@ from multilora_engine.sampling.guide_sandbox_process import (
     read_frame,
     send_frame,
 )
+from multilora_engine.log_lines import one_line
+from multilora_engine.request import Guide
 
 _LIMITS = {
     signal.SIGXCPU: f"{MAX_CPU_S} s",
@@ -138,7 +138,7 @@ class GuideSandbox:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "multilora_engine.sampling.guide_sandbox_process", str(theirs.fileno())],
+                [sys.executable, "-m", "multilora_engine.guides.guide_sandbox_process", str(theirs.fileno())],
                 stdin=subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
                 # Threads of the C library have no heaps of their own then, which take address space by the 64 MiB.

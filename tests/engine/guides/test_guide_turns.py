@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from multilora_engine.guides.guide_turns import GuideJob, GuideTurns
 from multilora_engine.request import Guide, Sender
-from multilora_engine.sampling.guide_turns import GuideJob, GuideTurns
 
 _ARRIVALS = itertools.count()
 

@@ -6,8 +6,8 @@ import heapq
 from dataclasses import dataclass, field
 
 from multilora_engine.errors import RequestError
+from multilora_engine.guides.guided import GuideMatcher
 from multilora_engine.request import Guide, Sender
-from multilora_engine.sampling.guided import GuideMatcher
 
 
 @dataclass(order=True)

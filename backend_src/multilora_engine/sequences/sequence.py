@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from multilora_engine.engine.beam_search import BeamSearch
+from multilora_engine.guides.guided import GuideMatcher
 from multilora_engine.lora.adapter_state import CachedAdapter
 from multilora_engine.request import GenerationRequest, PerfMetrics, TokenLogProb
-from multilora_engine.sampling.guided import GuideMatcher
-from multilora_engine.sampling.prompt_log_probs import PromptLogProbs
-from multilora_engine.sampling.token_history import TokenHistory
+from multilora_engine.sequences.beam_search import BeamSearch
+from multilora_engine.sequences.prompt_log_probs import PromptLogProbs
+from multilora_engine.sequences.token_history import TokenHistory
 from multilora_engine.text.text_stream import TextStream
 
 
@@ -145,6 +145,14 @@ class BlockTable:
     def clear(self) -> None:
         """Have no blocks. The keys stay: tokens never change."""
         self.length = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """The keys and values of block `source` shall be in block `target`, too."""
+
+    source: int
+    target: int
 
 
 Result = TypeVar("Result")

@@ -27,11 +27,11 @@ from transformers import (
 
 from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
 from multilora_engine.config import EngineConfig
-from multilora_engine.engine.beam_search import BeamSearch, Continuations
 from multilora_engine.engine.engine import Engine
-from multilora_engine.engine.sequence import Sequence
 from multilora_engine.errors import InvalidRequest, RequestError, Unsupported
 from multilora_engine.request import BeamOutput, GenerationRequest, Guide, SamplingParams
+from multilora_engine.sequences.beam_search import BeamSearch, Continuations
+from multilora_engine.sequences.sequence import Sequence
 from multilora_engine.text.text_stream import TextStream
 from multilora_engine.text.tokenizer import Tokenizer
 

@@ -1,4 +1,4 @@
-"""The program of the guide sandbox: `python -m multilora_engine.sampling.guide_sandbox_process FD < token table`.
+"""The program of the guide sandbox: `python -m multilora_engine.guides.guide_sandbox_process FD < token table`.
 
 FD is a socket on which the engine hands over one connection for each guide. The program reads nothing of a guide: it
 forks a process for each one, which reads the guide, compiles it within limits, and ends. So a guide that never ends,
@@ -28,8 +28,8 @@ from dataclasses import dataclass
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
+from multilora_engine.guides.guide_grammar import TokenTable, grammar_of, make_matcher
 from multilora_engine.request import Guide
-from multilora_engine.sampling.guide_grammar import TokenTable, grammar_of, make_matcher
 
 MAX_STACK_BYTES = 8 << 20
 """Of the thread that compiles. Chains of 2,000 rules of a grammar fit."""

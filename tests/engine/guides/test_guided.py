@@ -29,13 +29,13 @@ from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine import engine as engine_module
 from multilora_engine.engine.engine import Engine
+from multilora_engine.engine.guide_queue import GuidesInUse
 from multilora_engine.errors import GuidesFull, InvalidRequest
+from multilora_engine.guides import guided
+from multilora_engine.guides.guide_grammar import MAX_GUIDE_BYTES
+from multilora_engine.guides.guide_sandbox import GuideSandbox
+from multilora_engine.guides.guided import GuideCompiler, GuideMatcher
 from multilora_engine.request import GenerationRequest, Guide, SamplingParams
-from multilora_engine.sampling import guided
-from multilora_engine.sampling.guide_grammar import MAX_GUIDE_BYTES
-from multilora_engine.sampling.guide_queue import GuidesInUse
-from multilora_engine.sampling.guide_sandbox import GuideSandbox
-from multilora_engine.sampling.guided import GuideCompiler, GuideMatcher
 from multilora_engine.text.tokenizer import Tokenizer
 
 END = 2
@@ -235,7 +235,7 @@ def test_what_a_guide_keeps_is_what_the_memory_grows_by(default_model_dir: Path)
         "import json, sys\n"
         "from pathlib import Path\n"
         "from multilora_engine.request import Guide\n"
-        "from multilora_engine.sampling.guided import GuideCompiler\n"
+        "from multilora_engine.guides.guided import GuideCompiler\n"
         "from multilora_engine.text.tokenizer import Tokenizer\n"
         "def pages():\n"
         "    return int(open('/proc/self/statm').read().split()[1])\n"

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
-from multilora_engine.engine.sequence import BlockTable
 from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_engine.sequences.sequence import BlockTable
 
 
 @given(st.lists(st.lists(st.integers(0, 1 << 40), max_size=40), max_size=12), st.integers(0, 11))

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 from support.fronts import TIMEOUT_S, generation_request
 
-from multilora_engine.engine.sequence import Sequence
+from multilora_engine.engine.guide_queue import GuideQueue, GuidesInUse
 from multilora_engine.errors import GuidesFull, GuideTimeout, InternalError, InvalidRequest, RequestError
+from multilora_engine.guides.guide_sandbox import GuideWatch
+from multilora_engine.guides.guided import CompiledGuide, GuideMatcher
 from multilora_engine.request import Guide, Sender
-from multilora_engine.sampling.guide_queue import GuideQueue, GuidesInUse
-from multilora_engine.sampling.guide_sandbox import GuideWatch
-from multilora_engine.sampling.guided import CompiledGuide, GuideMatcher
+from multilora_engine.sequences.sequence import Sequence
 from multilora_engine.text.text_stream import TextStream
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multilora_engine.sampling.prompt_log_probs import NO_TOKEN, PromptLogProbs, row_type
+from multilora_engine.sequences.prompt_log_probs import NO_TOKEN, PromptLogProbs, row_type
 
 
 def append_positions(log_probs: PromptLogProbs, positions: range) -> None:

@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from multilora_engine.engine.sequence import Sequence
 from multilora_engine.errors import GuidesFull, GuideTimeout, InternalError, InvalidRequest, RequestError
+from multilora_engine.guides.guide_grammar import MAX_GUIDE_BYTES
+from multilora_engine.guides.guide_sandbox import GuideWatch
+from multilora_engine.guides.guide_turns import GuideJob, GuideTurns
+from multilora_engine.guides.guided import GuideMatcher
 from multilora_engine.request import Guide
-from multilora_engine.sampling.guide_grammar import MAX_GUIDE_BYTES
-from multilora_engine.sampling.guide_sandbox import GuideWatch
-from multilora_engine.sampling.guide_turns import GuideJob, GuideTurns
-from multilora_engine.sampling.guided import GuideMatcher
+from multilora_engine.sequences.sequence import Sequence
 
 _NUM_THREADS = 4
 """So many guides are compiled at once. More than cores, so that those that take long leave room for others."""
@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Compiler(Protocol):
-    """The part of `multilora_engine.sampling.guided.GuideCompiler` that the queue's threads, and no others, call."""
+    """The part of `multilora_engine.guides.guided.GuideCompiler` that the queue's threads, and no others, call."""
 
     def start(self) -> None: ...
 

@@ -18,10 +18,10 @@ import pytest
 from support.fronts import TIMEOUT_S
 
 from multilora_engine.errors import Cancelled, InvalidRequest, RequestError, Unavailable
+from multilora_engine.guides.guide_grammar import TokenTable
+from multilora_engine.guides.guide_sandbox import GuideSandbox, GuideWatch
+from multilora_engine.guides.guide_sandbox_process import Trial
 from multilora_engine.request import Guide
-from multilora_engine.sampling.guide_grammar import TokenTable
-from multilora_engine.sampling.guide_sandbox import GuideSandbox, GuideWatch
-from multilora_engine.sampling.guide_sandbox_process import Trial
 
 TABLE = TokenTable([*(bytes([i]) for i in range(256)), b"<end>"], [256], 256)
 """A token for each byte."""
@@ -182,8 +182,8 @@ def test_the_sandbox_ends_with_the_process_that_started_it() -> None:
     program = (
         "import sys, time, threading\n"
         "from multilora_engine.request import Guide\n"
-        "from multilora_engine.sampling.guide_grammar import TokenTable\n"
-        "from multilora_engine.sampling.guide_sandbox import GuideSandbox, GuideWatch\n"
+        "from multilora_engine.guides.guide_grammar import TokenTable\n"
+        "from multilora_engine.guides.guide_sandbox import GuideSandbox, GuideWatch\n"
         "sandbox = GuideSandbox(TokenTable([bytes([i]) for i in range(256)] + [b'<end>'], [256], 256))\n"
         "sandbox.try_guide(Guide('regex', 'a+'), GuideWatch())\n"
         "print(sandbox._process.pid, flush=True)\n"
@@ -201,7 +201,7 @@ def test_the_sandbox_ends_with_the_process_that_started_it() -> None:
 
 def test_the_sandbox_needs_neither_torch_nor_transformers() -> None:
     program = (
-        "import sys, multilora_engine.sampling.guide_sandbox_process\n"
+        "import sys, multilora_engine.guides.guide_sandbox_process\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'tokenizers', 'numpy')))"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multilora_engine.request import GenerationRequest, SamplingParams
-from multilora_engine.sampling.token_history import ANY_TOKEN, TokenHistory
+from multilora_engine.sequences.token_history import ANY_TOKEN, TokenHistory
 
 TOKENS = st.lists(st.integers(0, 3), max_size=12)
 BAD = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), max_size=5).map(tuple)
