@@ -144,6 +144,17 @@ def test_rooms_import_only_rooms_below_them() -> None:
     assert upward == UPWARD_IMPORTS
 
 
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_every_package_says_what_its_files_are_for(distribution: str) -> None:
+    for package in (path for path in tracked_files() if path.name == "__init__.py"):
+        if not package.is_relative_to(ROOT / distribution):
+            continue
+        files = [path for path in package.parent.glob("*.py") if not path.stem.startswith("__")]
+        parts = {path.stem for path in files} | {path.parent.name for path in package.parent.glob("*/__init__.py")}
+        named = re.findall(r"\w+", ast.get_docstring(ast.parse(package.read_text())) or "")
+        assert parts - set(named) == set(), package.relative_to(ROOT)
+
+
 def test_every_function_and_class_is_used_outside_of_tests() -> None:
     assert unused_names(ROOT, tracked_files()) - CALLED_BY_LIBRARIES == set()
 

@@ -3,6 +3,25 @@
 >>> from multilora_client import Client, load_adapter
 >>> with Client("grpc://localhost:8001") as client:
 ...     print(client.generate("Who are you?", adapter=load_adapter("adapters/pirate")).text)
+
+client                                     `Client` and `AsyncClient`: thin shells around the parts below
+  messages, tensors                        requests and responses as named tensors
+  calls                                    which adapters the server has, and when to send weights again
+  generation_inputs, options               the input tensors of a generation, from its options
+  answers, generation                      responses as `Generation` and `Chunk`
+  operations, tokens                       operators' requests; text to token ids and back
+doors                                      `Door`: the server's models that answer
+transport                                  the four methods between client and network
+  grpc_transport, http_transport           Triton's two protocols
+  keyed_transport, keys, tls               API keys, their permissions, certificates
+adapter, convert                           an adapter as the wire carries it, made of a PEFT directory
+  peft_directory, base_weights, bfloat16   reads the directory, and the base's weights for DoRA
+sizing                                     the memory that adapters take in a server
+errors                                     every error that is raised on purpose
+cli, terminal                              the command `multilora`, and what all its commands share
+  adapters_cli, weights_cli                its groups of commands
+  quantize_command                         `multilora quantize`, which the engine carries out
+openai, console, bench                     commands with parts of their own
 """
 
 from multilora_client.adapter import Adapter, AdapterTensors

@@ -1,4 +1,12 @@
 """Wire knowledge that client and engine share: sites of adapters, layouts, files. Imports no torch and no client.
 
-Beside it messages, end_with_parent: errors' texts of a bounded length, processes that end with their parent.
+sites, module_names                        the places where adapters may change a model, and their wire modules
+layout, pieces                             the stored form of an adapter: sizes and places, no weights
+converted_files                            the files of an adapter in the wire format
+adapter_info, adapter_event                a server's report of an adapter; a line of its log
+adapter_names, adapter_origin              names and task ids; the model that an adapter was made for
+quantized                                  quantised checkpoints
+checkpoint_directory                       why a path is no checkpoint
+headers                                    the headers by which a server knows who asks
+messages, end_with_parent                  errors' texts of a bounded length; processes that end with their parent
 """

@@ -15,6 +15,25 @@ linears); `decoder_layers` and `decoder_logits` (all of these in one call, for a
 ones, behind `penalise_tokens` and `forbid_tokens`, within `LARGEST_LOGIT`; `fill_step_inputs` (`StepInputs` of a
 captured graph); `load_cpu_kernels` (builds the CPU operators ahead of their first use) and `forget_adapters` (lets go
 of the last call's).
+
+Every operator has its file here, with checks and shapes:
+lora_linear, apply, shrink, expand         a linear with its LoRA update, and the update's two halves
+  parts                                    the shape of the GPU's first half
+  lora_segments, segments, tables          tokens sorted by adapter; where the weights of adapters lie
+  adapter_codes, adapter_quantization      adapters stored as codes
+linear, quantized                          linears of floats, and of codes
+  panels, code_order                       the order of weights in memory, for CPUs and for GPUs
+attention, rotary_angles, kv_rows          attention over the paged cache, positions, the rows of the cache
+elementwise                                the work between linears
+decoder_layers                             all layers of a Llama-like model in one call
+sampling, sampling_rule, penalties         the choice of tokens, and changes of logits before it
+step_inputs                                the inputs of captured graphs
+huge_pages, memory_ahead                   memory for weights
+dispatch, interpreter                      who computes an operator; where the GPU's operators serve
+  cpu, cuda                                C++ for CPUs; OpenAI Triton for GPUs
+reference, penalties_reference             every operator in plain PyTorch
+  sampling_reference, step_inputs_reference
+self_test, comparisons                     the GPU operators compared with the reference, at start
 """
 
 from multilora_kernels.apply import lora_apply

@@ -1,6 +1,11 @@
 """`multilora console`: a page to look at a server, its adapters and its answers, and the small backend of that page.
 
-Needs the extra `openai`. `static/` is the page: plain files, which run as they are. app.py puts routes, guard and page
-together; guard.py says which requests are taken; routes/ answer them by asking the server with an `AsyncClient`, as
-every other client does; converting.py turns what was dropped into an adapter, in a process of its own.
+Needs the extra `openai`.
+
+command, settings                          the command line
+app, state                                 the application, and the object that every request to it finds
+page, static/                              the files of the page: they run as they are
+guard                                      takes only requests of the console's own page
+routes, replies                            answers requests by asking the server with an `AsyncClient`
+converting                                 dropped files become an adapter, in a process of its own
 """

@@ -1,4 +1,16 @@
-"""The GPU operators in OpenAI Triton, and their tile sizes (`block_sizes.json`)."""
+"""The GPU operators in OpenAI Triton, and their tile sizes (`block_sizes.json`).
+
+attention                                  `paged_attention`, `rotary_attention`
+  decode_attention, prompt_attention       for one query each, and for many
+  rotation, key_tiles                      the steps before it; softmax sums that grow by tiles
+kv_rows                                    rows of the cache, plain or in codes
+shrink, expand, update                     the two halves of a LoRA update, and both in one launch
+  segments, codes                          tokens sorted by adapter; tiles of adapters in codes
+quantized, code_values                     linears of codes, and the floats that codes mean
+elementwise, tanh                          the work between linears
+sampling, penalties, step_inputs           the choice of tokens, changes of logits, inputs of captured graphs
+block_sizes, tiles, integers               tile sizes, products of tiles, arithmetic of grids
+"""
 
 from __future__ import annotations
 

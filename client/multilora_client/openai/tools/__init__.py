@@ -1,1 +1,8 @@
-"""Tools: how calls of functions are asked for, guided, and read from a model's text."""
+"""Tools: how calls of functions are asked for, guided, and read from a model's text.
+
+use                                        `ToolUse`: the functions that an answer may call, or has to
+formats, prompt                            how models write calls; tools told to a model whose template cannot
+guide                                      the JSON schema of an answer that calls functions
+parser, json_span                          takes calls out of a text while it comes
+calls                                      the parts of an answer: text, and calls
+"""
