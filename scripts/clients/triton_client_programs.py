@@ -52,7 +52,7 @@ _ENDLESS = "--input-tokens-csv prompt.csv --end-id 50000 --request-output-len 40
 
 
 _FAILS_BEHIND_IT = {
-    "note": "behind the cancellation the program itself fails, on the answer that it has not got",
+    "note": "after the cancellation the program itself fails, because it expects an answer",
     "status": 1,
 }
 

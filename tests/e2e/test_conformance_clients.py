@@ -103,7 +103,7 @@ def test_end_ids(url: str, greedy: list[int]) -> None:
     assert len(streamed_tokens(endless)) == 40
 
 
-@row("token client", "num_return_sequences: a response a sequence, told apart by sequence_index")
+@row("token client", "num_return_sequences: a response a sequence, with sequence_index")
 def test_sequences(url: str) -> None:
     options = {"num_return_sequences": integer(3), "runtime_top_k": integer(50), "seed": seed_of(3)}
     results = stream(url, "tensorrt_llm", token_request(IDS, NUM_TOKENS, False, **options))
@@ -124,7 +124,7 @@ def test_batches(url: str, greedy: list[int]) -> None:
     assert (streamed_tokens(first), len(streamed_tokens(second))) == (greedy, NUM_TOKENS)
 
 
-@row("text client", "several prompts as one request: a response for each, told apart by batch_index")
+@row("text client", "several prompts as one request: a response for each, with batch_index")
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 def test_batches_of_texts(url: str, model: str) -> None:
     prompts = [PROMPT, "Bees make"]
@@ -145,7 +145,7 @@ def test_requested_outputs(url: str, streaming: bool) -> None:
     assert names_of(unary(url, "generation_unary", token_request(IDS, 3, False), outputs=names[:2])) == set(names[:2])
 
 
-@row("token client", "output_ids is the first output of every response, in whatever order outputs were asked for")
+@row("token client", "output_ids is the first output of every response, in any order of requested outputs")
 @pytest.mark.parametrize("names", [[], ["sequence_length", "output_ids"], ["output_ids", "cum_log_probs"]])
 def test_the_first_output(url: str, names: list[str]) -> None:
     for streaming, options in ((True, {"return_log_probs": flag()}), (False, {"return_perf_metrics": flag()})):

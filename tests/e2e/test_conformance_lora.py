@@ -137,7 +137,7 @@ def widened(config: list[int], values: np.ndarray) -> tuple[list[int], np.ndarra
     return [module, layer, rank + 1], np.append(np.pad(a, ((0, 1), (0, 0))), np.pad(b, ((0, 0), (0, 1))))
 
 
-@row("LoRA tensors", "DoRA rows: the normalised magnitude [out] behind B")
+@row("LoRA tensors", "DoRA rows: the normalised magnitude [out] after B")
 def test_dora_rows(url: str, pirate_rows: list[tuple[list[int], np.ndarray]], expected: str) -> None:
     def with_magnitude(magnitude: float) -> Tensors:
         return triplet(
@@ -287,7 +287,7 @@ def test_a_narrow_row(url: str, one_row: Tensors) -> None:
     refused(url, {**one_row, "lora_config": config(1, 0, 3)}, "INVALID_ARGUMENT", message)
 
 
-@row("LoRA errors", "what upstream lets through: NaN, a row given twice, values behind the declared rank")
+@row("LoRA errors", "what upstream lets through: NaN, a row given twice, values after the declared rank")
 def test_what_upstream_does_not_check(url: str, one_row: Tensors) -> None:
     nan, behind = one_row["lora_weights"].copy(), one_row["lora_weights"].copy()
     nan[0, 0, 7] = np.nan

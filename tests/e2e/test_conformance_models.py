@@ -298,7 +298,7 @@ def test_the_ensemble_declares_all_tensors(url: str) -> None:
     assert_upstreams_tensors_are_declared(url, "ensemble")
 
 
-@row("ensemble", "text_input to text_output: the text of the same tokens, whole behind the prompt, streamed without it")
+@row("ensemble", "text_input to text_output: the text of the same tokens, whole after the prompt, streamed without it")
 def test_the_ensemble_answers_in_text(url: str, greedy: list[int], vocabulary: tokenizers.Tokenizer) -> None:
     text = vocabulary.decode(greedy)
     assert texts(url, "ensemble") == text
@@ -342,7 +342,7 @@ def assert_options_count(url: str, model: str) -> None:
     assert texts(url, model, end_id=integer(7042), min_tokens=integer(NUM_TOKENS)) not in ("", plain)
 
 
-@row("ensemble", "num_return_sequences: a response a sequence, told apart by sequence_index")
+@row("ensemble", "num_return_sequences: a response a sequence, with sequence_index")
 def test_the_ensembles_sequences(url: str) -> None:
     options = {"num_return_sequences": integer(2), "top_k": integer(50)}
     results = stream(url, "ensemble", text_request(PROMPT, 3, False, **options))
