@@ -152,18 +152,6 @@ class EngineConfig(BaseModel):
     enable_async_scheduling: Annotated[
         _Switch, Field(description="Prepare a step while a GPU computes one. `auto`: if the GPU passes the self-test.")
     ] = "auto"
-    unpacked_weights_memory_bytes: Annotated[
-        ByteSize,
-        Field(
-            ge=0,
-            description="Most bytes of floats beside quantised weights (operation `weights`). 0: none, and "
-            "faster codes.",
-        ),
-    ] = ByteSize(0)
-    unpacked_weights: Annotated[
-        str,
-        Field(description="Quantised modules with floats from the start: names or globs, separated by commas."),
-    ] = ""
     kv_cache_memory_bytes: Annotated[
         ByteSize,
         Field(ge=0, description="Bytes of the KV cache. 0: all memory left on a GPU, 1 GiB on a CPU."),
@@ -236,11 +224,6 @@ class EngineConfig(BaseModel):
         return namespace, component, endpoint
 
     @property
-    def unpacked_weight_patterns(self) -> list[str]:
-        """The names and globs of `unpacked_weights`."""
-        return [name for part in self.unpacked_weights.split(",") if (name := part.strip())]
-
-    @property
     def inter_token_latency_target_s(self) -> float | None:
         """The same in seconds, None for `auto`."""
         target_ms = self.inter_token_latency_target_ms
@@ -287,6 +270,8 @@ _RETIRED = {
     "max_streamed_logits_bytes": "a streamed request may have 16 MiB",
     "max_logits_bytes_in_flight": "all requests at a model may have 256 MiB",
     "lora_fetch_threads": "4 adapters are fetched at once",
+    "unpacked_weights_memory_bytes": "the operation `weights` takes the memory that all else leaves",
+    "unpacked_weights": "`multilora weights unpack` switches modules while the server runs",
     "lora_metrics_max_adapters": "32 adapters have metrics of their own",
 }
 """Parameters of earlier versions, each with what the server does now."""

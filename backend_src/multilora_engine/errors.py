@@ -25,7 +25,7 @@
           QueueFull                               `max_queue_size` requests are waiting already
           QueueShareFull                          so many of one client's are that no more of its may
           EngineUnavailable                       the engine process died or is starting
-          UnpackedWeightsFull                     floats of weights exceed `unpacked_weights_memory_bytes`
+          UnpackedWeightsFull                     memory does not hold the floats of weights
           WeightsBusy                             other weights are being unpacked
           SourceUnavailable                       a source of adapters cannot be reached
           RateExceeded      -> RESOURCE_EXHAUSTED an API key's requests or tokens of a minute are used up
@@ -304,12 +304,13 @@ class EngineUnavailable(Unavailable):
 
 
 class UnpackedWeightsFull(Unavailable):
-    """The floats of weights that an operator asks for exceed `unpacked_weights_memory_bytes`."""
+    """Memory does not hold the floats of weights that an operator asks for."""
 
-    def __init__(self, num_weights: int, num_bytes: int, bytes_in_use: int, max_bytes: int) -> None:
+    def __init__(self, num_weights: int, num_bytes: int, bytes_in_use: int, bytes_left: int) -> None:
         super().__init__(
-            f"the floats of {num_weights} weights take {num_bytes} bytes, those of others {bytes_in_use}, and "
-            f"unpacked_weights_memory_bytes is {max_bytes}; pack others first, or unpack fewer"
+            f"the floats of {num_weights} weights take {num_bytes} bytes, those of others {bytes_in_use}, and weights, "
+            f"KV cache and adapters leave {bytes_left} more; pack others first, unpack fewer, or start the server with "
+            "a smaller kv_cache_memory_bytes"
         )
 
 

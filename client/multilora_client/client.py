@@ -24,7 +24,6 @@ from multilora_client.operations import (
     AdapterEvents,
     ModelInfo,
     WeightAction,
-    WeightPath,
     load_fields,
     operation_request,
     parse_adapter,
@@ -199,11 +198,9 @@ class Client:
         """Sizes and counts: `tiers`, `usage` by task id of the adapters most asked for, `other_usage`."""
         return parse_report(self._transport.infer(operation_request("stats")))
 
-    def switch_weights(
-        self, action: WeightAction, modules: Sequence[str] = ("*",), path: WeightPath = "auto"
-    ) -> dict[str, Any]:
+    def switch_weights(self, action: WeightAction, modules: Sequence[str] = ("*",)) -> dict[str, Any]:
         """List, unpack or pack quantised weights, by names or globs: `weights` that are meant, `stats` of all."""
-        fields = {"action": action, "modules": list(modules), "path": path}
+        fields = {"action": action, "modules": list(modules)}
         return parse_report(self._transport.infer(operation_request("weights", fields)))
 
     def adapter_layout(self) -> AdapterLayout:
@@ -353,11 +350,9 @@ class AsyncClient:
         """Sizes and counts: `tiers`, `usage` by task id of the adapters most asked for, `other_usage`."""
         return parse_report(await self._transport.infer(operation_request("stats")))
 
-    async def switch_weights(
-        self, action: WeightAction, modules: Sequence[str] = ("*",), path: WeightPath = "auto"
-    ) -> dict[str, Any]:
+    async def switch_weights(self, action: WeightAction, modules: Sequence[str] = ("*",)) -> dict[str, Any]:
         """List, unpack or pack quantised weights, by names or globs: `weights` that are meant, `stats` of all."""
-        fields = {"action": action, "modules": list(modules), "path": path}
+        fields = {"action": action, "modules": list(modules)}
         return parse_report(await self._transport.infer(operation_request("weights", fields)))
 
     async def adapter_layout(self) -> AdapterLayout:

@@ -21,7 +21,6 @@ from multilora_wire.sites import ModelSites
 OperationName = Literal["list", "load", "unload", "pin", "unpin", "events", "stats", "layout", "describe", "weights"]
 
 WeightAction = Literal["list", "pack", "unpack"]
-WeightPath = Literal["auto", "unpacked"]
 
 _MODEL = "adapters"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -38,29 +38,20 @@ def list_weights(
 
 
 @app.command()
-def unpack(
-    ctx: typer.Context,
-    modules: Modules,
-    path: Annotated[
-        Literal["auto", "unpacked"],
-        typer.Option(help="Multiply the floats where they were measured to be faster, or always."),
-    ] = "auto",
-    url: Url = DEFAULT_URL,
-    as_json: AsJson = False,
-) -> None:
-    """Keep weights also as floats, within the server's unpacked_weights_memory_bytes.
+def unpack(ctx: typer.Context, modules: Modules, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Keep weights also as floats, and multiply these. Answers may differ in their last bits.
 
     \b
     Example:
       multilora weights unpack '*.down_proj'
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
-        _print(client.switch_weights("unpack", modules, path), as_json)
+        _print(client.switch_weights("unpack", modules), as_json)
 
 
 @app.command()
 def pack(ctx: typer.Context, modules: Modules, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Drop the floats of weights.
+    """Drop the floats of weights, and multiply the codes.
 
     \b
     Example:
@@ -75,10 +66,9 @@ def _print(report: dict[str, Any], as_json: bool) -> None:
         typer.echo(json.dumps(report, indent=2))
         return
     for weight in report["weights"]:
-        rows = ",".join(map(str, weight["unpacked_rows"])) or "none"
         typer.echo(
             f"{' '.join(weight['modules'])}: {weight['kind']}, {weight['packed_bytes']} bytes; floats "
-            f"{weight['unpacked_bytes']} of {weight['needed_bytes']} bytes, used from rows: {rows}"
+            f"{weight['unpacked_bytes']} of {weight['needed_bytes']} bytes"
         )
     stats = report["stats"]
     typer.echo(f"floats in all: {stats['unpacked_bytes']} of {stats['max_unpacked_bytes']} bytes")

@@ -1,9 +1,8 @@
 """Linears whose weights are stored as codes of 4 or 8 bits, with a scale for some neighbouring inputs of each output.
 
 On a CPU with compiled kernels codes are multiplied as they lie; nothing of the size of the weight is ever written as
-floats. The rounding that made the codes is the only one: activations stay floats, and sums are float32. A row's result
-has the same bits beside any other rows. Where a weight `may_unpack` it also has the bits of `packed_linear` with the
-weight in float32.
+floats. Sums are float32, and a row's result has the same bits beside any other rows. Where activations stay floats, the
+rounding that made the codes is the only one, and the result has the bits of `packed_linear` with the weight in float32.
 
 Elsewhere activations become integers beside integer codes, where the processor multiplies these quicker: 32 to 128
 neighbouring inputs share a power of two, of which each is a multiple to 23 bits of the largest one. Their products are
@@ -73,15 +72,13 @@ class QuantizedWeight:
         *,
         compute_dtype: torch.dtype = torch.float32,
         may_round: bool = False,
-        may_unpack: bool = False,
         pages: HugePages | None = None,
     ) -> None:
         """A weight to be filled by `copy_rows`.
 
         scale_dtype: of the stored scales: float32, bfloat16 or float16. compute_dtype: of activations; the weight is
         packed where a kernel exists for them. may_round: those of a packed weight, where this processor multiplies them
-        quicker then. may_unpack: products have the bits of those with `unpacked`, and nothing is rounded. pages: where
-        a packed one lies, best behind the one that a step reads before it; None: by itself.
+        quicker then. pages: where a packed one lies, best behind the one that a step reads before it; None: by itself.
         """
         assert 1 <= group_size <= in_features
         self.shape = torch.Size((out_features, in_features))
@@ -93,11 +90,9 @@ class QuantizedWeight:
         self._compute_dtype = compute_dtype
         columns, lanes = panels or (1, 1)
         self._panels = (-(-out_features // (columns * lanes)), columns, lanes)
-        self._may_unpack = may_unpack
         groups = (_MULTIPLIED[code_type], group_size, in_features)
-        has_choice = self.is_packed and not may_unpack
-        self._rounds_to_bfloat16 = has_choice and may_round and rounds_activations_of_codes(*groups)
-        is_integer = has_choice and not self._rounds_to_bfloat16
+        self._rounds_to_bfloat16 = self.is_packed and may_round and rounds_activations_of_codes(*groups)
+        is_integer = self.is_packed and not self._rounds_to_bfloat16
         self._digits = activation_digits(*groups, may_round) if is_integer else 0
         self._tile = 0 if self.is_packed else tile_inputs(group_size, in_features)
         self._codes = self._empty_codes()
@@ -160,20 +155,12 @@ class QuantizedWeight:
         return self._weights(codes, scales, zeros)
 
     def unpacked(self) -> PackedWeight:
-        """The weight as floats, in memory of its own; products with it have the same bits as those with the codes.
-
-        Only of a weight that `may_unpack`.
-        """
-        assert self._may_unpack
+        """The weight as floats, in memory of its own."""
         dtype = self._compute_dtype
         weight = PackedWeight.empty(self.shape[0], self.shape[1], dtype, self._device, dtype, HugePages())
         for first in range(0, self.shape[0], _UNPACKED_ROWS):
             weight.copy_rows(first, self.rows(first, min(_UNPACKED_ROWS, self.shape[0] - first)))
         return weight
-
-    def read(self) -> None:
-        """Read all codes, as a product does, for nothing but the caches: they hold these codes then."""
-        self._codes.view(torch.uint8).amax()
 
     def rows_at(self, outputs: torch.Tensor) -> torch.Tensor:
         """Some outputs of a weight that is not packed as [len(outputs), in_features] float32. outputs: int64."""

@@ -98,7 +98,13 @@ def _shown(default: object) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "advice"), [("max_words_per_request", "4096"), ("allow_slow_operators", "stops the load")]
+    ("name", "advice"),
+    [
+        ("max_words_per_request", "4096"),
+        ("allow_slow_operators", "stops the load"),
+        ("unpacked_weights", "switches modules while the server runs"),
+        ("unpacked_weights_memory_bytes", "the memory that all else leaves"),
+    ],
 )
 def test_a_parameter_of_earlier_versions_is_refused_with_what_the_server_does_now(name: str, advice: str) -> None:
     with pytest.raises(ConfigError, match=rf"parameter {name} is gone: .*{advice}; remove it from config.pbtxt"):

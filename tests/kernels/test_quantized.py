@@ -185,15 +185,15 @@ def torch_threads(count: int) -> Iterator[None]:
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_equals_float64_and_has_the_bits_of_float32_weights_for_every_shape(shape, kind, scale_dtype):
+def test_it_equals_float64_and_where_activations_stay_floats_has_the_bits_of_float32_weights(shape, kind, scale_dtype):
     codes = Codes.random(shape, kind, scale_dtype)
-    weight, meaning = codes.weight(may_unpack=True), codes.meaning()
+    weight, meaning = codes.weight(), codes.meaning()
     floats = packed_floats(meaning)
     for rows in ROWS:
         x = random_rows(rows, shape[1])
         y = quantized_linear(x, weight)
         torch.testing.assert_close(y.double(), x.double() @ meaning.T, rtol=RTOL, atol=ATOL)
-        assert y.equal(packed_linear(x, floats))
+        assert weight.panels.digits or y.equal(packed_linear(x, floats))
 
 
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
@@ -214,7 +214,7 @@ def test_it_is_near_float64_in_all_shapes(shape, kind, scale_dtype, may_round):
 def test_groups_that_end_inside_of_a_step_are_multiplied_as_floats():
     for shape, kind in itertools.product([(49, 30, 7), (145, 96, 20)], KINDS):
         codes, x = Codes.random(shape, kind), random_rows(9, shape[1])
-        floats = quantized_linear(x, codes.weight(may_unpack=True))
+        floats = packed_linear(x, packed_floats(codes.meaning()))
         for may_round in (False, True):
             assert quantized_linear(x, codes.weight(may_round=may_round)).equal(floats)
 

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from multilora_engine.config import EngineConfig
-from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats, WeightStats
+from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats, WeightInfo, WeightStats
 from multilora_engine.engine.kv_cache import BlockEvents
-from multilora_engine.engine.weight_info import PathChoice, WeightInfo
 from multilora_engine.engine_info import CallLimits, EngineInfo
 from multilora_engine.errors import ConfigError, InvalidRequest, UnpackedWeightsFull
 from multilora_engine.lora.adapter_events import AdapterEventLog
@@ -85,7 +84,7 @@ class FakeWeights:
     def pack(self, patterns: Sequence[str]) -> list[WeightInfo]:
         return []
 
-    def unpack(self, patterns: Sequence[str], choice: PathChoice) -> PendingSwitch:
+    def unpack(self, patterns: Sequence[str]) -> PendingSwitch:
         raise UnpackedWeightsFull(1, 64, 0, 0)
 
 

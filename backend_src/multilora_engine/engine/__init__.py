@@ -12,6 +12,6 @@ scheduler, step                            the sequences of the next step; `Sche
   prompt_waits, host_work                  how long prompts wait; time that requests take of the engine's thread
 kv_cache                                   the blocks of the KV cache, and news of the prefixes in it
 answers, outputs                           tokens on their way to a client
-unpacked_weights, weight_info              codes of a quantised base kept as floats, too
+unpacked_weights                           codes of a quantised base kept as floats, too
 engine_stats                               counts for operators
 """

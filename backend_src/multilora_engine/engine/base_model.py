@@ -72,8 +72,7 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     kv_dtype = choose_kv_cache_dtype(config, model_config, dtype, device)
     tokenizer_path = config.tokenizer_path or config.model_path
     tokenizer = Tokenizer(tokenizer_path)
-    may_unpack = config.unpacked_weights_memory_bytes > 0
-    placement = Placement(dtype, choose_weight_dtype(config, dtype, device), device, may_unpack)
+    placement = Placement(dtype, choose_weight_dtype(config, dtype, device), device)
     model = load_model(config.model_path, placement, on_progress)
     give_back_freed_memory()  # Of tensors as the checkpoint has them.
     for kind, num_bytes in model.weight_bytes.items():

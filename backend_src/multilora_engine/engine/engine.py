@@ -108,8 +108,7 @@ class Engine:
             PromptWaits(),
         )
         self._runner = build_model_runner(base.model, config, base.plan, base.device, self._loras)
-        self.weights = UnpackedWeights(base.model, int(config.unpacked_weights_memory_bytes))
-        self.weights.start(config.unpacked_weight_patterns)
+        self.weights = UnpackedWeights(base.model, base.plan.spare_bytes, base.device, self._note_switched_weights)
         self._runs_ahead = config.enable_async_scheduling is True
         self._in_flight: _StepInFlight | None = None
         self._clock = StepClock(self._pace)
@@ -266,6 +265,11 @@ class Engine:
             self._scheduler,
             self._live,
         )
+
+    def _note_switched_weights(self) -> None:
+        """Products have other last bits from now on. Graphs were captured with codes."""
+        self._blocks.forget_known()
+        self._runner.replays_graphs = not self.weights.stats.unpacked_bytes
 
     def _note_step(self, step: list[ScheduledSequence]) -> None:
         now_ns = time.monotonic_ns()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 
 @dataclass(frozen=True)
 class PrefixCacheStats:
@@ -45,6 +47,20 @@ class WeightStats:
     packed_bytes: int = 0
     unpacked_bytes: int = 0
     max_unpacked_bytes: int = 0
+
+
+class WeightInfo(msgspec.Struct, frozen=True):
+    """A quantised weight. modules: of the checkpoint; several that lie together are packed and unpacked together.
+
+    kind: of the codes. packed_bytes: of the codes. unpacked_bytes: of its floats, which are multiplied; 0: the codes
+    are. needed_bytes: of its floats if it has or gets them.
+    """
+
+    modules: list[str]
+    kind: str
+    packed_bytes: int
+    unpacked_bytes: int
+    needed_bytes: int
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ class BlockAllocator:
         self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._block_of_key: dict[bytes, int] = {}
         self._key_of_block: dict[int, bytes] = {}
+        self._weights_version = 0
         self._queried_tokens = 0
         self._hit_tokens = 0
 
@@ -128,6 +129,7 @@ class BlockAllocator:
         wanted.
         """
         assert not sequence.block_table.length
+        sequence.block_table.weights_version = self._weights_version
         known = self._known_prefix(sequence)
         num_hit_tokens = len(known) * self.block_size
         table = sequence.block_table
@@ -167,6 +169,7 @@ class BlockAllocator:
             if index not in parents:
                 self.free(sequence)
         states = [(sequence.block_table.ids.copy(), sequence.block_table.keys) for sequence in before]
+        weights_version = min(sequence.block_table.weights_version for sequence in before)
         num_full = before[parents[0]].num_computed_tokens // self.block_size
         has_last = len(states[parents[0]][0]) > num_full
         if has_last and len(parents) - len(set(parents)) > self.num_free:
@@ -184,15 +187,16 @@ class BlockAllocator:
                     sequence.block_table.num_allocated += 1
             heirs.add(parent)
             sequence.block_table.replace(table, keys)
+            sequence.block_table.weights_version = weights_version
         return copies
 
     def commit(self, sequence: Sequence, start: int, end: int) -> None:
         """The keys and values of the tokens start .. end - 1 have been computed, as those of all tokens before them had
         been.
 
-        From now on other sequences find the blocks that are full.
+        From now on other sequences find the blocks that are full, unless `forget_known` came after this one's start.
         """
-        if not self._enable_prefix_caching:
+        if not self._enable_prefix_caching or sequence.block_table.weights_version != self._weights_version:
             return
         for index in range(start // self.block_size, end // self.block_size):
             key, block = self._key(sequence, index), sequence.block_table[index]
@@ -212,6 +216,16 @@ class BlockAllocator:
                 if block not in self._key_of_block:
                     self._idle.move_to_end(block, last=False)
         sequence.block_table.clear()
+
+    def forget_known(self) -> None:
+        """The model's weights were switched: nobody finds the keys and values of any block computed so far, nor those
+        that running sequences add to theirs.
+        """
+        self._weights_version += 1
+        for key in self._block_of_key:
+            self._events.append(BlockRemoved(key))
+        self._block_of_key.clear()
+        self._key_of_block.clear()
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """No block is lost, and the users of each are counted. `sequences`: all unfinished ones."""

@@ -79,6 +79,7 @@ class MemoryPlan:
     """The sizes of everything that is not weights.
 
     num_blocks, kv_dtype: KV cache. num_host_pages, num_device_pages: adapter tiers; on a CPU they are the same pages.
+    spare_bytes: of the device's memory, that nothing else takes: for the floats of `UnpackedWeights`.
     """
 
     num_blocks: int
@@ -86,6 +87,7 @@ class MemoryPlan:
     num_host_pages: int
     num_device_pages: int
     max_model_len: int
+    spare_bytes: int = 0
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -114,7 +116,9 @@ def plan_memory(
         kv_bytes = int(config.kv_cache_memory_bytes) or _CPU_KV_CACHE_BYTES
         num_device_pages = num_host_pages
     else:
-        kv_bytes, num_device_pages = divide_gpu(config, layout, *torch.cuda.mem_get_info(device), step_bytes)
+        kv_bytes, num_device_pages, spare_bytes = divide_gpu(
+            config, layout, *torch.cuda.mem_get_info(device), step_bytes
+        )
         _check_host_tier(config, layout, num_host_pages * layout.page_bytes, available_memory())
         _check_tier(layout, num_device_pages, "device", "lora_cache_gpu_memory_fraction")
     _check_tier(layout, num_host_pages, "host", "lora_cache_host_memory_bytes")
@@ -122,9 +126,9 @@ def plan_memory(
         _check_tier(layout, _disk_pages(config, layout), "disk", "lora_cache_disk_bytes", _HEADER_PAGES)
     num_blocks = kv_bytes // (config.block_size * kv_bytes_per_token(model, kv_dtype))
     if device.type == "cpu":
-        _check_machine(config, kv_bytes, num_host_pages * layout.page_bytes, available_memory())
+        spare_bytes = _check_machine(kv_bytes, num_host_pages * layout.page_bytes, available_memory())
     max_model_len = _max_model_len(config, model, num_blocks)
-    plan = MemoryPlan(num_blocks, kv_dtype, num_host_pages, num_device_pages, max_model_len)
+    plan = MemoryPlan(num_blocks, kv_dtype, num_host_pages, num_device_pages, max_model_len, spare_bytes)
     _report(plan, config, layout, device)
     return plan
 
@@ -134,23 +138,25 @@ def kv_bytes_per_token(model: ModelConfig, kv_dtype: torch.dtype) -> int:
     return sum(group.bytes_per_token(kv_dtype) for group in kv_groups(model))
 
 
-def divide_gpu(config: EngineConfig, layout: AdapterLayout, free: int, total: int, step_bytes: int) -> tuple[int, int]:
-    """Bytes of the KV cache and pages of the device tier, of `total` bytes of a GPU that has `free` left.
+def divide_gpu(
+    config: EngineConfig, layout: AdapterLayout, free: int, total: int, step_bytes: int
+) -> tuple[int, int, int]:
+    """Bytes of the KV cache, pages of the device tier and bytes left, of `total` bytes of a GPU that has `free` left.
 
     step_bytes: as for `plan_memory`. Raises ConfigError when nothing is left.
     """
-    floats_bytes = int(config.unpacked_weights_memory_bytes)
-    budget = free - step_bytes - floats_bytes - int(total * (1 - config.gpu_memory_utilization))
+    budget = free - step_bytes - int(total * (1 - config.gpu_memory_utilization))
     if budget <= 0:
         raise ConfigError(
             f"the weights leave {free / _GIB:.2f} GiB of {total / _GIB:.2f} GiB, of which steps need "
-            f"{step_bytes / _GIB:.2f} GiB and unpacked weights {floats_bytes / _GIB:.2f} GiB: nothing is left within "
-            f"gpu_memory_utilization={config.gpu_memory_utilization}; write a larger one, a smaller "
-            "max_num_batched_tokens or unpacked_weights_memory_bytes, or serve a smaller model"
+            f"{step_bytes / _GIB:.2f} GiB: nothing is left within gpu_memory_utilization="
+            f"{config.gpu_memory_utilization}; write a larger one, a smaller max_num_batched_tokens, or serve a "
+            "smaller model"
         )
     device_tier_bytes = _device_tier_bytes(config, layout, budget)
-    kv_bytes = int(config.kv_cache_memory_bytes) or budget - device_tier_bytes
-    return min(kv_bytes, budget - device_tier_bytes), device_tier_bytes // layout.page_bytes
+    left = budget - device_tier_bytes
+    kv_bytes = min(int(config.kv_cache_memory_bytes) or left, left)
+    return kv_bytes, device_tier_bytes // layout.page_bytes, left - kv_bytes
 
 
 def _adapters_of_a_step(config: EngineConfig, layout: AdapterLayout) -> tuple[int, str]:
@@ -200,17 +206,17 @@ def _check_host_tier(config: EngineConfig, layout: AdapterLayout, num_bytes: int
         )
 
 
-def _check_machine(config: EngineConfig, kv_bytes: int, host_tier_bytes: int, available: int) -> None:
+def _check_machine(kv_bytes: int, host_tier_bytes: int, available: int) -> int:
     """All of these fill up while requests are served. A lack of memory would end the process then, so it stops the
-    load.
+    load. Returns the bytes that are left.
     """
-    floats_bytes = int(config.unpacked_weights_memory_bytes)
-    if kv_bytes + host_tier_bytes + floats_bytes > available:
+    if kv_bytes + host_tier_bytes > available:
         raise ConfigError(
             f"the weights leave {available / _GIB:.2f} GiB of memory, too few for a KV cache of {kv_bytes / _GIB:.2f} "
-            f"GiB, a host tier of {host_tier_bytes / _GIB:.2f} GiB and unpacked weights of {floats_bytes / _GIB:.2f} "
-            "GiB; write a smaller kv_cache_memory_bytes, lora_cache_host_memory_bytes or unpacked_weights_memory_bytes"
+            f"GiB and a host tier of {host_tier_bytes / _GIB:.2f} GiB; write a smaller kv_cache_memory_bytes or "
+            "lora_cache_host_memory_bytes"
         )
+    return available - kv_bytes - host_tier_bytes
 
 
 def _disk_pages(config: EngineConfig, layout: AdapterLayout) -> int:

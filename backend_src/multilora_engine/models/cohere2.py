@@ -47,7 +47,7 @@ class Cohere2Layer:
         self._mlp = GatedMLP(builder)
         self._norm = builder.layer_norm("input_layernorm", has_bias=False)
 
-    def packed(self, num_rows: int) -> PackedLayer | None:
+    def packed(self) -> PackedLayer | None:
         return None
 
     def forward(

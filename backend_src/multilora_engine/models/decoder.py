@@ -28,7 +28,6 @@ from multilora_engine.models.weights import (
     StoredPart,
     WeightFormat,
     WeightSwitch,
-    row_class,
 )
 from multilora_kernels import LayerStep, PackedDecoder, PackedHead, decoder_layers, decoder_logits
 from multilora_wire.sites import GATED_MLP, ModelSites, decoder_sites
@@ -74,7 +73,7 @@ class Decoder:
         # type of the embeddings.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.activation_dtype, device=self._device)
         self.layers = [architecture.layer(self._builder.layer(i), i) for i in range(config.num_layers)]
-        self._packed_decoders: dict[tuple[int, int], PackedDecoder] = {}
+        self._packed_decoder: PackedDecoder | None = None
         self.limit_length(config.max_position_embeddings)
 
     @property
@@ -94,7 +93,7 @@ class Decoder:
         return [switch for weight in multiplied for switch in weight.switches]
 
     def note_switch(self) -> None:
-        self._packed_decoders.clear()
+        self._packed_decoder = None
 
     def limit_length(self, max_model_len: int) -> None:
         self._rotary = {
@@ -112,7 +111,7 @@ class Decoder:
         self, batch: ForwardBatch, kv_cache: KVCache, on_layer: Callable[[], None] = lambda: None
     ) -> torch.Tensor:
         x, inputs = self._embedded(batch), self._inputs(batch)
-        if inputs.layer_steps and (decoder := self._packed(len(x), len(batch.logits_indices))).has_head:
+        if inputs.layer_steps and (decoder := self._packed()).has_head:
             rows = None if batch.wants_all_rows else batch.logits_indices
             logits = decoder_logits(decoder, inputs.layer_steps, (kv_cache.keys, kv_cache.values), x, rows, on_layer)
             if logits is not None:
@@ -157,7 +156,7 @@ class Decoder:
         update = torch.zeros_like(x)
         if inputs.layer_steps:
             cache = (kv_cache.keys, kv_cache.values)
-            done = decoder_layers(self._packed(len(x)), inputs.layer_steps, cache, x, update, on_layer)
+            done = decoder_layers(self._packed(), inputs.layer_steps, cache, x, update, on_layer)
             if done is not None:
                 return done
         for layer, (keys, values) in zip(self.layers, kv_cache.layers, strict=True):
@@ -170,20 +169,19 @@ class Decoder:
         outer = {id(weight): weight for weight in (self._lm_head, self._embeddings)}
         return [*self._builder.weights, *outer.values()]
 
-    def _packed(self, num_rows: int, num_logits: int = 1) -> PackedDecoder:
+    def _packed(self) -> PackedDecoder:
         """The layers for `decoder_layers`, which must be able to compute them all, and the head if that can be."""
-        key = (row_class(num_rows), row_class(max(1, num_logits)))
-        if key not in self._packed_decoders:
+        if self._packed_decoder is None:
             layers = [
                 (packed, self._packed_kinds.index((layer.attention.rope, layer.attention.window)))
                 for layer in self.layers
-                if (packed := layer.packed(num_rows)) is not None
+                if (packed := layer.packed()) is not None
             ]
-            self._packed_decoders[key] = PackedDecoder(layers, self._packed_head(num_logits))
-        return self._packed_decoders[key]
+            self._packed_decoder = PackedDecoder(layers, self._packed_head())
+        return self._packed_decoder
 
-    def _packed_head(self, num_logits: int) -> PackedHead | None:
-        weight = self._lm_head.packed(num_logits)
+    def _packed_head(self) -> PackedHead | None:
+        weight = self._lm_head.packed()
         if weight is None or not isinstance(self._norm, RMSNorm):
             return None
         return PackedHead.of(self._norm.weight, self._norm.eps, weight)
@@ -207,7 +205,7 @@ class Decoder:
     @cached_property
     def _packed_kinds(self) -> list[tuple[str | None, int | None]]:
         """The kinds of layers, if `decoder_layers` can compute them all. Known when the weights are loaded."""
-        if any(layer.packed(1) is None for layer in self.layers):
+        if any(layer.packed() is None for layer in self.layers):
             return []
         return list({(layer.attention.rope, layer.attention.window): None for layer in self.layers})
 

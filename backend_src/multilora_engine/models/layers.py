@@ -161,8 +161,8 @@ class Layer(Protocol):
     @property
     def attention(self) -> Attention: ...
 
-    def packed(self, num_rows: int) -> PackedLayer | None:
-        """Its weights for `decoder_layers` with so many tokens, asked for when they are loaded.
+    def packed(self) -> PackedLayer | None:
+        """Its weights for `decoder_layers`, asked for when they are loaded.
 
         None where only its operators, one by one, can compute it.
         """
@@ -183,7 +183,7 @@ class PreNormLayer:
         self.attention_norm, self.mlp_norm = norms
         self._scale = builder.config.residual_scale
 
-    def packed(self, num_rows: int) -> PackedLayer | None:
+    def packed(self) -> PackedLayer | None:
         return None
 
     def forward(
@@ -206,7 +206,7 @@ class SandwichLayer:
         self.attention, self.mlp = attention, mlp
         self._before, self._behind = before, behind
 
-    def packed(self, num_rows: int) -> PackedLayer | None:
+    def packed(self) -> PackedLayer | None:
         return None
 
     def forward(

@@ -32,9 +32,9 @@ class LoRALinear:
             return self.weight.product(x, self.bias)
         return self.weight.product_with_adapters(x, self.bias, self.first_column, self.slice_sizes, lora)
 
-    def packed(self, num_rows: int) -> PackedLayerLinear | None:
-        """The linear for a whole layer in one call, where its format has one. num_rows: tokens of the step."""
-        weight = self.weight.packed(num_rows)
+    def packed(self) -> PackedLayerLinear | None:
+        """The linear for a whole layer in one call, where its format has one."""
+        weight = self.weight.packed()
         if weight is None:
             return None
         return PackedLayerLinear.of(weight, self.bias, self.first_column, self.slice_sizes)

@@ -137,11 +137,11 @@ class LlamaLayer(PreNormLayer):
             attention.qk_norm = head_norm(builder)
         self._is_usual = not has_qk_norm and _is_usual(builder.config, layer)
 
-    def packed(self, num_rows: int) -> PackedLayer | None:
+    def packed(self) -> PackedLayer | None:
         if not self._is_usual:
             return None
-        qkv, o = self.attention.qkv.packed(num_rows), self.attention.o.packed(num_rows)
-        gate_up, down = self.mlp.gate_up.packed(num_rows), self.mlp.down.packed(num_rows)
+        qkv, o = self.attention.qkv.packed(), self.attention.o.packed()
+        gate_up, down = self.mlp.gate_up.packed(), self.mlp.down.packed()
         if qkv is None or o is None or gate_up is None or down is None:
             return None
         norms = (self.attention_norm, self.mlp_norm)

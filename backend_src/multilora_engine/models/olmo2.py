@@ -39,7 +39,7 @@ class Olmo2Layer:
         self._attention_norm = builder.rms_norm("post_attention_layernorm")
         self._mlp_norm = builder.rms_norm("post_feedforward_layernorm")
 
-    def packed(self, num_rows: int) -> PackedLayer | None:
+    def packed(self) -> PackedLayer | None:
         return None
 
     def forward(

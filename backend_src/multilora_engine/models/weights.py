@@ -6,7 +6,6 @@ A model asks for nothing else, so a format that stores packed integers needs no 
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -33,14 +32,12 @@ class Placement:
     """The device that a model lies on, and its types.
 
     dtype: of arithmetic. weight_dtype: of stored linears and embeddings; the two differ on a CPU
-    only, which reads bytes slower than it multiplies. may_unpack: codes may get floats beside them while they serve, so
-    that both must give the same bits.
+    only, which reads bytes slower than it multiplies.
     """
 
     dtype: torch.dtype
     weight_dtype: torch.dtype
     device: torch.device
-    may_unpack: bool = False
     _pages: HugePages = field(default_factory=HugePages, init=False, repr=False, compare=False)
 
     @property
@@ -71,7 +68,6 @@ class Placement:
             pages=self._pages,
             compute_dtype=self.activation_dtype,
             may_round=self.keeps_float32,
-            may_unpack=self.may_unpack,
         )
 
     def embeddings(self, num_embeddings: int, size: int) -> PackedWeight:
@@ -154,23 +150,12 @@ class StoredPart:
     count: int
 
 
-MEASURED_ROWS = (1, 4, 8, 16, 32, 64)
-"""Row counts at which codes and floats are compared; a step counts as the largest of these that it reaches."""
-
-
-def row_class(num_rows: int) -> int:
-    """The index of the measured row count that stands for `num_rows`, which is at least 1."""
-    return bisect.bisect_right(MEASURED_ROWS, num_rows) - 1
-
-
 class WeightSwitch(Protocol):
-    """A weight of codes that may also be kept as floats; products have the same bits from both.
+    """A weight of codes that may also be kept as floats, which are multiplied then.
 
-    names: its modules in the checkpoint. kind: its codes, in words. float_classes: the row classes whose products are
-    taken from the floats, while there are any. floats: None: codes only.
+    names: its modules in the checkpoint. kind: its codes, in words. floats: None: the codes are multiplied.
     """
 
-    float_classes: frozenset[int]
     floats: PackedWeight | None
 
     @property
@@ -196,11 +181,8 @@ class LinearWeight(Protocol):
         """The parts that may be kept as floats beside their codes."""
         ...
 
-    def packed(self, num_rows: int) -> PackedWeight | QuantizedWeight | None:
-        """The weight for a whole layer in one call (`decoder_layers`); None where this format has no such call.
-
-        num_rows: tokens of the step. The answer is the same for all numbers that share a `row_class`.
-        """
+    def packed(self) -> PackedWeight | QuantizedWeight | None:
+        """The weight for a whole layer in one call (`decoder_layers`); None where this format has no such call."""
         ...
 
     def checkpoint_tensors(self) -> dict[str, Destination]:
@@ -266,7 +248,7 @@ class FloatWeight:
     def switches(self) -> Sequence[WeightSwitch]:
         return ()
 
-    def packed(self, num_rows: int) -> PackedWeight | None:
+    def packed(self) -> PackedWeight | None:
         return self.weight if self.weight.is_packed else None
 
     def checkpoint_tensors(self) -> dict[str, Destination]:

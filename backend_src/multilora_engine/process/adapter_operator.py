@@ -7,8 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from multilora_engine.engine.engine_stats import WeightStats
-from multilora_engine.engine.weight_info import PathChoice, WeightInfo
+from multilora_engine.engine.engine_stats import WeightInfo, WeightStats
 from multilora_engine.errors import AdapterNotFound, AdapterNotHere, InvalidRequest
 from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.life_cycle import LoRAStats, Residency
@@ -77,7 +76,7 @@ class ManagedWeights(Protocol):
     def stats(self) -> WeightStats: ...
     def describe(self, patterns: Sequence[str]) -> list[WeightInfo]: ...
     def pack(self, patterns: Sequence[str]) -> list[WeightInfo]: ...
-    def unpack(self, patterns: Sequence[str], choice: PathChoice) -> PendingSwitch: ...
+    def unpack(self, patterns: Sequence[str]) -> PendingSwitch: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,7 @@ class AdapterOperator:
 
     def _switch(self, operation: SwitchWeights) -> Report | PendingReport:
         if operation.action == "unpack":
-            pending = self._weights.unpack(operation.modules, operation.path)
+            pending = self._weights.unpack(operation.modules)
             return PendingReport(pending.is_ready, lambda: self._switched(pending.finish()))
         find = self._weights.pack if operation.action == "pack" else self._weights.describe
         return self._switched(find(operation.modules))

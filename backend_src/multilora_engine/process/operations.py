@@ -9,7 +9,6 @@ from typing import Literal, get_args
 
 import msgspec
 
-from multilora_engine.engine.weight_info import PathChoice, is_glob
 from multilora_engine.errors import InvalidRequest
 
 _MAX_TASK_ID = 2**64 - 1
@@ -89,17 +88,18 @@ class DescribeModel(_Operation, frozen=True, tag="describe"):
 class SwitchWeights(_Operation, frozen=True, tag="weights"):
     """The quantised weights of the model: `list` them, `unpack` them to floats beside their codes, or `pack` them.
 
+    From the next step on unpacked weights are multiplied as floats, packed ones as codes: answers may differ in their
+    last bits, also those that are being computed. No prompt uses keys and values in the prefix cache from before.
+
     modules: names of the checkpoint, or globs like `model.layers.0.*`; every one must mean a weight. The engine looks
         for them between two steps, so they are few.
-    path: of an unpacked weight: `auto` takes its floats where they were measured to be faster, `unpacked` always.
     """
 
     action: _Action = "list"
     modules: list[str] = msgspec.field(default_factory=lambda: ["*"])
-    path: PathChoice = "auto"
 
     def __post_init__(self) -> None:
-        num_globs = sum(is_glob(name) for name in self.modules)
+        num_globs = sum(any(character in name for character in "*?[") for name in self.modules)
         if not 0 < len(self.modules) <= _MAX_NAMES or num_globs > _MAX_GLOBS:
             raise ValueError(
                 f"modules has {len(self.modules)} names, of which {num_globs} are globs; expected 1 to {_MAX_NAMES}, "
@@ -122,8 +122,6 @@ Operation = (
     | SwitchWeights
 )
 
-_CHOICES = {"$.action": get_args(_Action), "$.path": get_args(PathChoice)}
-
 _decoder: msgspec.json.Decoder[Operation] = msgspec.json.Decoder(Operation)
 
 
@@ -132,6 +130,5 @@ def parse_operation(text: str) -> Operation:
     try:
         return _decoder.decode(text)
     except (msgspec.MsgspecError, RecursionError) as error:
-        choices = next((values for place, values in _CHOICES.items() if f"`{place}`" in str(error)), ())
-        advice = f"; expected {' or '.join(choices)}" if choices else ""
+        advice = f"; expected {' or '.join(get_args(_Action))}" if "`$.action`" in str(error) else ""
         raise InvalidRequest(f"not an operation on adapters or weights: {error}{advice}") from None

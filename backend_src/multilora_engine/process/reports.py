@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats, WeightStats
-from multilora_engine.engine.weight_info import WeightInfo
+from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats, WeightInfo, WeightStats
 from multilora_engine.lora.life_cycle import LoRAStats, Residency
 from multilora_engine.process.telemetry import RequestStats
 from multilora_engine.process.usage import Usage

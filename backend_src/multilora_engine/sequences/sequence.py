@@ -94,12 +94,13 @@ class BlockTable:
     The ids lie in an array that grows by doubling, so that a step copies them whole, at a price that hardly depends on
     how many there are.
 
-    keys: of the first full blocks, as far as the allocator has needed them.
+    keys: of the first full blocks, as far as the allocator has needed them. weights_version: the allocator's, when the
+        sequence started.
     num_allocated, num_reused: blocks that the sequence was ever given, and those of them that came with the keys and
         values of its tokens. num_cached_tokens: its tokens that had them when it first started.
     """
 
-    __slots__ = ("_ids", "keys", "length", "num_allocated", "num_cached_tokens", "num_reused")
+    __slots__ = ("_ids", "keys", "length", "num_allocated", "num_cached_tokens", "num_reused", "weights_version")
 
     def __init__(self) -> None:
         self._ids: NDArray[np.int64] = np.empty(_MIN_ROOM, np.int64)
@@ -108,6 +109,7 @@ class BlockTable:
         self.num_allocated = 0
         self.num_reused = 0
         self.num_cached_tokens = 0
+        self.weights_version = 0
 
     def __len__(self) -> int:
         return self.length

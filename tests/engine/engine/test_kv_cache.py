@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.paged_memory import PoisonedBlocks
 
+from multilora_engine.engine.kv_cache import BlockAllocator, BlockEvents, BlockRemoved, BlockStored
 from multilora_engine.lora.adapter_state import CachedAdapter
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
 from multilora_engine.sequences.sequence import BlockCopy, Sequence
@@ -94,6 +95,34 @@ def test_a_block_is_only_found_behind_the_blocks_it_was_computed_behind() -> Non
     compute(blocks, sequence([1, 1, 1, 1, 2, 2, 2, 2, 3]))
     assert compute(blocks, sequence([2, 2, 2, 2, 3])) == 0
     assert compute(blocks, sequence([5, 5, 5, 5, 2, 2, 2, 2, 3])) == 0
+
+
+def test_after_a_switch_of_weights_nobody_finds_what_was_computed_before_or_goes_on_from_there() -> None:
+    events = BlockEvents()
+    events.want()
+    blocks = BlockAllocator(40, BLOCK_SIZE, events=events)
+
+    def start(one: Sequence, end: int) -> int:
+        num_known = blocks.start(one)
+        blocks.commit(one, num_known, end)
+        return num_known
+
+    ended, running, waiting = (sequence([1] * 13) for _ in range(3))
+    start(ended, 13)
+    blocks.free(ended)
+    assert start(running, 9) == 12
+    assert blocks.can_start(waiting)
+    stored = [event.key for event in events.take() if isinstance(event, BlockStored)]
+
+    blocks.forget_known()
+    assert [event.key for event in events.take() if isinstance(event, BlockRemoved)] == stored
+    running.output_token_ids += [1] * 4
+    assert blocks.grow(running, 17)
+    blocks.commit(running, 13, 17)
+    assert not events.take()
+    assert start(waiting, 5) == 0
+    assert start(sequence([1] * 17), 17) == 4
+    assert start(sequence([1] * 17), 17) == 16
 
 
 def test_without_prefix_caching_nothing_is_known() -> None:

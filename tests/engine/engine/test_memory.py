@@ -33,9 +33,9 @@ def layout(checkpoint: Path, max_rank: int) -> AdapterLayout:
     return checkpoint_layout(checkpoint, max_rank, "float32")
 
 
-def plan(checkpoint: Path, max_rank: int, unpacked_bytes: int = 0, **options: object) -> MemoryPlan:
+def plan(checkpoint: Path, max_rank: int, **options: object) -> MemoryPlan:
     lora = LoRAConfig(max_lora_rank=max_rank, **options)  # type: ignore[arg-type]
-    config = EngineConfig(model_path=checkpoint, lora=lora, unpacked_weights_memory_bytes=ByteSize(unpacked_bytes))
+    config = EngineConfig(model_path=checkpoint, lora=lora)
     model = read_model_config(checkpoint)
     return plan_memory(config, model, layout(checkpoint, max_rank), torch.float32, torch.device("cpu"))
 
@@ -74,13 +74,13 @@ def test_memory_that_the_machine_does_not_have_refuses_to_load_with_the_numbers(
 ) -> None:
     """It is taken as it is used, and Linux would end the process in the middle of requests."""
     monkeypatch.setattr(memory, "available_memory", lambda: 3 << 29)
-    message = r"leave 1\.50 GiB .* KV cache of 1\.00 GiB, a host tier of {} GiB and unpacked weights of {} GiB; write"
-    half = 1 << 29
-    with pytest.raises(ConfigError, match=message.format(r"1\.00", r"0\.00")):
+    with pytest.raises(
+        ConfigError, match=r"leave 1\.50 GiB .* KV cache of 1\.00 GiB and a host tier of 1\.00 GiB; write"
+    ):
         plan(checkpoint, 8)
-    assert plan(checkpoint, 8, lora_cache_host_memory_bytes=half).num_blocks
-    with pytest.raises(ConfigError, match=message.format(r"0\.50", r"0\.50")):
-        plan(checkpoint, 8, unpacked_bytes=half, lora_cache_host_memory_bytes=half)
+    fitting = plan(checkpoint, 8, lora_cache_host_memory_bytes=1 << 28)
+    assert fitting.num_blocks
+    assert fitting.spare_bytes == 1 << 28
 
 
 ADAPTERS = r"64 adapters of rank 16, which may share a step, take 8\.00 GiB"
@@ -122,19 +122,18 @@ def test_a_gpu_or_machine_that_is_too_small_for_them_refuses_to_load_with_the_nu
         gpu_plan(checkpoint, monkeypatch, 20, 15)
 
 
-def test_a_gpu_keeps_free_what_steps_and_unpacked_weights_need(checkpoint: Path) -> None:
+def test_a_gpu_keeps_free_what_steps_need_and_tells_what_is_left(checkpoint: Path) -> None:
     config = EngineConfig(model_path=checkpoint, gpu_memory_utilization=0.75)
     pages = layout(checkpoint, 8)
-    kv_bytes, num_pages = divide_gpu(config, pages, free=60 << 30, total=80 << 30, step_bytes=10 << 30)
+    kv_bytes, num_pages, spare_bytes = divide_gpu(config, pages, free=60 << 30, total=80 << 30, step_bytes=10 << 30)
     assert num_pages == int((30 << 30) * 0.05) // pages.page_bytes
     assert kv_bytes == (30 << 30) - int((30 << 30) * 0.05)
-    message = r"leave 60\.00 GiB of 80\.00 GiB, of which steps need {} GiB and unpacked weights {} GiB: nothing"
-    with pytest.raises(ConfigError, match=message.format(r"40\.00", r"0\.00")):
+    assert spare_bytes == 0
+    with pytest.raises(ConfigError, match=r"leave 60\.00 GiB of 80\.00 GiB, of which steps need 40\.00 GiB: nothing"):
         divide_gpu(config, pages, free=60 << 30, total=80 << 30, step_bytes=40 << 30)
-    config = config.model_copy(update={"unpacked_weights_memory_bytes": ByteSize(10 << 30)})
-    assert divide_gpu(config, pages, free=60 << 30, total=80 << 30, step_bytes=0) == (kv_bytes, num_pages)
-    with pytest.raises(ConfigError, match=message.format(r"30\.00", r"10\.00")):
-        divide_gpu(config, pages, free=60 << 30, total=80 << 30, step_bytes=30 << 30)
+    smaller = config.model_copy(update={"kv_cache_memory_bytes": ByteSize(kv_bytes - (1 << 30))})
+    divided = divide_gpu(smaller, pages, free=60 << 30, total=80 << 30, step_bytes=10 << 30)
+    assert divided == (kv_bytes - (1 << 30), num_pages, 1 << 30)
 
 
 def kv_plan(checkpoint: Path, num_tokens: int, max_model_len: int = 0) -> int:

@@ -22,7 +22,7 @@ def test_the_key_operation_tells_what_is_meant() -> None:
     assert parse_operation('{"operation": "pin", "lora_task_id": 18446744073709551615}') == PinAdapter(2**64 - 1)
     assert parse_operation('{"operation": "unload", "name": "pirate"}') == UnloadAdapter(name="pirate")
     assert parse_operation('{"operation": "describe"}') == DescribeModel()
-    assert parse_operation('{"operation": "weights"}') == SwitchWeights("list", ["*"], "auto")
+    assert parse_operation('{"operation": "weights"}') == SwitchWeights("list", ["*"])
     pack = '{"operation": "weights", "action": "pack", "modules": ["x"]}'
     assert parse_operation(pack) == SwitchWeights("pack", ["x"])
     assert parse_operation('{"operation": "events", "since": 3}') == ReadEvents(3)
@@ -40,6 +40,7 @@ def test_the_key_operation_tells_what_is_meant() -> None:
         ('{"operation": "explode"}', "Invalid value 'explode'"),
         ('{"operation": "list", "verbose": true}', "unknown field `verbose`"),
         ('{"operation": "weights", "action": "melt"}', "Invalid enum value 'melt'"),
+        ('{"operation": "weights", "action": "unpack", "path": "auto"}', "unknown field `path`"),
         ('{"operation": "pin"}', "give lora_task_id or name"),
         ('{"operation": "pin", "lora_task_id": "7"}', "Expected `int | null`, got `str`"),
         ('{"operation": "pin", "lora_task_id": -1}', "lora_task_id is -1, expected 0 .. 18446744073709551615"),
@@ -68,7 +69,6 @@ def test_weights_are_named_by_few_short_names(modules: list[str], message: str) 
     assert parse_operation(json.dumps({"operation": "weights", "modules": most})) == SwitchWeights("list", most)
 
 
-@pytest.mark.parametrize(("key", "values"), [("action", "list or pack or unpack"), ("path", "auto or unpacked")])
-def test_a_choice_that_there_is_not_is_refused_with_those_there_are(key: str, values: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"'repack' .*; expected {values}"):
-        parse_operation(f'{{"operation": "weights", "{key}": "repack"}}')
+def test_an_action_that_there_is_not_is_refused_with_those_there_are() -> None:
+    with pytest.raises(InvalidRequest, match=r"'repack' .*; expected list or pack or unpack"):
+        parse_operation('{"operation": "weights", "action": "repack"}')

@@ -10,7 +10,7 @@ import torch
 
 from multilora_engine.batch.forward_batch import LoRABatch
 from multilora_engine.models.quantization.part import Layout, PartFilling
-from multilora_engine.models.weights import Destination, LinearWeight, WeightSwitch, row_class
+from multilora_engine.models.weights import Destination, LinearWeight, WeightSwitch
 from multilora_kernels import PackedWeight, lora_apply, lora_linear, packed_linear
 from multilora_kernels.quantized import QuantizedWeight, quantized_embedding, quantized_linear, quantized_lora_linear
 
@@ -19,15 +19,14 @@ from multilora_kernels.quantized import QuantizedWeight, quantized_embedding, qu
 class CodedWeight:
     """A weight of codes. order: its inputs are x[:, order], so that those of a group lie side by side.
 
-    Adapters see x as it is. float_classes, floats: of a `WeightSwitch`; the floats' inputs are in that order, too,
-    so that sums are added up as those of the codes. Embeddings are looked up in the codes.
+    Adapters see x as it is. floats: of a `WeightSwitch`; their inputs are in that order, too. Embeddings are looked up
+    in the codes.
     """
 
     weight: QuantizedWeight
     layout: Layout
     fillings: Sequence[PartFilling]
     order: torch.Tensor | None
-    float_classes: frozenset[int] = frozenset()
     floats: PackedWeight | None = None
 
     @property
@@ -50,27 +49,25 @@ class CodedWeight:
     def codes(self) -> QuantizedWeight:
         return self.weight
 
-    def packed(self, num_rows: int) -> PackedWeight | QuantizedWeight | None:
+    def packed(self) -> PackedWeight | QuantizedWeight | None:
         if not self.weight.is_packed or self.order is not None:
             return None
-        return self._floats_for(num_rows) or self.weight
+        return self.floats or self.weight
 
     def checkpoint_tensors(self) -> dict[str, Destination]:
         return {name: place for filling in self.fillings for name, place in filling.places().items()}
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        floats = self._floats_for(len(x))
-        if floats is not None:
-            return packed_linear(self._ordered(x), floats, bias)
+        if self.floats is not None:
+            return packed_linear(self._ordered(x), self.floats, bias)
         return quantized_linear(self._ordered(x), self.weight, bias)
 
     def product_with_adapters(
         self, x: torch.Tensor, bias: torch.Tensor | None, first_column: int, slice_sizes: Sequence[int], lora: LoRABatch
     ) -> torch.Tensor:
         if self.order is None:
-            floats = self._floats_for(len(x))
-            if floats is not None:
-                return lora_linear(x, floats, lora.tables, first_column, slice_sizes, lora.segments, bias)
+            if self.floats is not None:
+                return lora_linear(x, self.floats, lora.tables, first_column, slice_sizes, lora.segments, bias)
             return quantized_lora_linear(x, self.weight, lora.tables, first_column, slice_sizes, lora.segments, bias)
         return with_adapters(self.product(x, None), x, bias, first_column, slice_sizes, lora)
 
@@ -82,9 +79,6 @@ class CodedWeight:
 
     def readable(self) -> None:
         return None
-
-    def _floats_for(self, num_rows: int) -> PackedWeight | None:
-        return self.floats if self.floats is not None and row_class(num_rows) in self.float_classes else None
 
     def _ordered(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.order is None else x.index_select(1, self.order)
@@ -107,7 +101,7 @@ class StackedWeight:
     def switches(self) -> Sequence[WeightSwitch]:
         return [switch for weight in self.weights for switch in weight.switches]
 
-    def packed(self, num_rows: int) -> None:
+    def packed(self) -> None:
         return None
 
     def checkpoint_tensors(self) -> dict[str, Destination]:
