@@ -952,7 +952,7 @@ def test_bringing_adapters_to_the_device_looks_at_few_of_those_there(
     num_device_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With pages left, and with none; more adapters than steps can use have had a `lora_index` before."""
-    for module in ("device_tier", "idle_adapters", "host_tier", "eviction_order"):
+    for module in ("device_tier", "host_tier"):
         monkeypatch.setattr(f"multilora_engine.lora.{module}.OrderedDict", _CountedDict)
     manager = build_manager(300, num_device_pages, "refuse", max_loras=8)
     packed = CONTENTS[0][1]
