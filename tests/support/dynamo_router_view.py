@@ -26,7 +26,7 @@ from dynamo.llm import (
 from dynamo.runtime import DistributedRuntime
 
 from multilora_engine.dynamo.kv_events import BlockPublisher
-from multilora_engine.engine.kv_cache import BlockEvent, BlockStored
+from multilora_engine.engine.block_events import BlockEvent, BlockStored
 
 BLOCK_SIZE = 16
 LOOK_INTERVAL_S = 0.05

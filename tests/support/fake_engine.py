@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from multilora_engine.config import EngineConfig
+from multilora_engine.engine.block_events import BlockEvents
 from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats, WeightInfo, WeightStats
-from multilora_engine.engine.kv_cache import BlockEvents
 from multilora_engine.engine_info import CallLimits, EngineInfo
 from multilora_engine.errors import ConfigError, InvalidRequest, UnpackedWeightsFull
 from multilora_engine.lora.adapter_events import AdapterEventLog

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from multilora_engine.engine.kv_cache import BlockEvent, BlockRemoved, BlockStored
+from multilora_engine.engine.block_events import BlockEvent, BlockRemoved, BlockStored
 
 _HASH_BYTES = 8
 

@@ -10,7 +10,7 @@ scheduler, step                            the sequences of the next step; `Sche
   fair_queue, waiting_line, fair_shares    the order of the waiting sequences, and which running one gives way
   pace, step_clock, step_cost              how much work a step may have, by measured times
   prompt_waits, host_work                  how long prompts wait; time that requests take of the engine's thread
-kv_cache                                   the blocks of the KV cache, and news of the prefixes in it
+kv_cache, block_events                     the blocks of the KV cache, and news of the prefixes in it
 answers, outputs                           tokens on their way to a client
 unpacked_weights                           codes of a quantised base kept as floats, too
 engine_stats                               counts for operators

@@ -14,11 +14,12 @@ from multilora_engine.device_defaults import on_device
 from multilora_engine.engine.admission import Admission, LiveRequests, NewSequences, QueueLimits
 from multilora_engine.engine.answers import Answers
 from multilora_engine.engine.base_model import BaseModel, describe_engine, load_base_model
+from multilora_engine.engine.block_events import BlockEvents
 from multilora_engine.engine.build import build_fetcher, build_lora_manager, build_model_runner, choose_device
 from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.engine.guide_queue import GuideQueue, GuidesInUse
 from multilora_engine.engine.host_work import HostWork
-from multilora_engine.engine.kv_cache import BlockAllocator, BlockEvents
+from multilora_engine.engine.kv_cache import BlockAllocator
 from multilora_engine.engine.memory import is_out_of_memory
 from multilora_engine.engine.outputs import error_output, failure_output, prompt_output
 from multilora_engine.engine.pace import Pace

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import zmq
 
-from multilora_engine.engine.kv_cache import BlockEvent
+from multilora_engine.engine.block_events import BlockEvent
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import Cancelled, ConfigError, EngineUnavailable, InternalError, RequestError
 from multilora_engine.lora.layout import PackedAdapter

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from multilora_engine.engine.kv_cache import BlockEvent
+from multilora_engine.engine.block_events import BlockEvent
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import RequestError
 from multilora_engine.lora.layout import PackedAdapter, PackedRow

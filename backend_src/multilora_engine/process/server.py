@@ -14,8 +14,8 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from multilora_engine.engine.block_events import BlockEvent, BlockEvents
 from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
-from multilora_engine.engine.kv_cache import BlockEvent, BlockEvents
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import AdapterNotFound, AdapterNotKept, EngineUnavailable, InternalError, RequestError
 from multilora_engine.lora.adapter_events import AdapterEventLog

@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 from multilora_engine.dynamo.kv_events import BlockPublisher, block_hash
-from multilora_engine.engine.kv_cache import BlockAllocator, BlockEvent, BlockEvents, BlockRemoved, BlockStored
+from multilora_engine.engine.block_events import BlockEvent, BlockEvents, BlockRemoved, BlockStored
+from multilora_engine.engine.kv_cache import BlockAllocator
 from multilora_engine.lora.adapter_state import CachedAdapter, Version
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
 from multilora_engine.sequences.sequence import Sequence as EngineSequence

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.paged_memory import PoisonedBlocks
 
-from multilora_engine.engine.kv_cache import BlockAllocator, BlockEvents, BlockRemoved, BlockStored
+from multilora_engine.engine.block_events import BlockEvents, BlockRemoved, BlockStored
+from multilora_engine.engine.kv_cache import BlockAllocator
 from multilora_engine.lora.adapter_state import CachedAdapter
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
 from multilora_engine.sequences.sequence import BlockCopy, Sequence

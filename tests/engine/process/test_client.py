@@ -13,7 +13,7 @@ from support.fake_engine import BUG, HOLD, INFO, FakeEngine, text_of
 from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 from support.served_engine import served
 
-from multilora_engine.engine.kv_cache import BlockEvent, BlockRemoved
+from multilora_engine.engine.block_events import BlockEvent, BlockRemoved
 from multilora_engine.engine_info import ClientPolicy
 from multilora_engine.errors import ConfigError, EngineUnavailable
 from multilora_engine.lora.format import pack_adapter
