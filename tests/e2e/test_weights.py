@@ -15,7 +15,7 @@ from multilora_engine.tritonserver import ServerOptions, ServerProcess
 
 REPOSITORY = Path(__file__).parents[2]
 PIRATE = 1
-PROMPT = "What do bees make?"
+CHAT = [{"role": "user", "content": "What do bees make?"}]
 
 
 def test_a_model_of_floats_has_no_weights_to_switch(client: Client) -> None:
@@ -50,14 +50,16 @@ def test_a_server_answers_while_weights_are_switched(quantized_server: ServerPro
         client.upload(load_adapter(REPOSITORY / "adapters" / "pirate", PIRATE))
         assert not any(weight["unpacked_bytes"] for weight in client.switch_weights("list")["weights"])
         before = {task_id: text(client, task_id) for task_id in (None, PIRATE)}
+        assert all(before.values())
         assert before[None] != before[PIRATE]
 
-        stream = client.stream(PROMPT, adapter=PIRATE, max_tokens=32)
+        stream = client.stream(messages=CHAT, adapter=PIRATE, max_tokens=32)
         pieces = [next(stream).text]
         report = client.switch_weights("unpack", ["model.layers.*"])
         assert all(weight["unpacked_bytes"] == weight["needed_bytes"] for weight in report["weights"])
         assert report["stats"]["unpacked_bytes"] > 400 << 20
         floats = {task_id: text(client, task_id) for task_id in before}
+        assert all(floats.values())
         assert floats[None] != floats[PIRATE]
 
         assert client.switch_weights("pack", ["*"])["stats"]["unpacked_bytes"] == 0
@@ -80,4 +82,4 @@ def test_the_command_switches_weights_of_a_server(quantized_server: ServerProces
 
 
 def text(client: Client, task_id: int | None) -> str:
-    return client.generate(PROMPT, adapter=task_id, max_tokens=32).text
+    return client.generate(messages=CHAT, adapter=task_id, max_tokens=32).text
