@@ -25,7 +25,7 @@ LONGEST = (
     "tests/kernels/test_cpu.py",
     "tests/engine/test_parity.py",
     "tests/engine/process/test_supervisor.py",
-    "tests/scripts/benchmarks/test_compiled_kernels.py",
+    "tests/kernels/test_compiled_kernels.py",
 )
 """The scopes of more than half a minute, by their times."""
 

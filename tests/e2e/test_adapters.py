@@ -72,9 +72,8 @@ def test_three_columns_rows_in_any_order_and_the_same_bytes_again_are_all_fine(
     triton_grpc: GrpcClient, adapter: Adapter
 ) -> None:
     order = np.random.default_rng(0).permutation(len(adapter.tensors.config))
-    shuffled = replace(
-        adapter.tensors, weights=adapter.tensors.weights[order], config=adapter.tensors.config[order][:, :3].copy()
-    )
+    weights, config = adapter.tensors.weights[order], adapter.tensors.config[order][:, :3].copy()
+    shuffled = replace(adapter.tensors, weights=weights, config=config, origin=None)
     variants = [adapter, Adapter(adapter.lora_task_id, shuffled), adapter]
     digests = {
         infer(triton_grpc, "generation_unary", PROMPT | adapter_tensors(variant)).as_numpy("lora_digest").item()

@@ -217,7 +217,7 @@ def test_refusals_are_the_errors_of_the_package(user: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length is 8192 tokens") as too_long:
         ask(user, "pirate", extra_body={"messages": [{"role": "user", "content": "sea " * 9000}]})
     assert too_long.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="embedding_bias has the token 999999999"):
+    with pytest.raises(openai.BadRequestError, match="logit_bias has the token 999999999"):
         ask(user, "pirate", logit_bias={"999999999": 1})
 
 

@@ -90,7 +90,7 @@ def test_a_streams_log_probs_go_with_its_tokens(
     log_probs = np.concatenate([result.as_numpy("output_log_probs")[0, 0] for result in results])
     np.testing.assert_allclose(log_probs, whole.as_numpy("output_log_probs")[0, 0], atol=1e-3)
     assert "".join(map(text_of, results)) == text_of(whole)
-    assert [bool(names(result) & PERF) for result in results] == [False] * (len(results) - 1) + [True]
+    assert all(names(result) & PERF for result in results)
     assert results[-1].as_numpy("last_token_time_ns").item() > 0
 
 
