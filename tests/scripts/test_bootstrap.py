@@ -36,13 +36,13 @@ def add_python(machine: Path, name: str, version: str) -> Path:
 
 
 def bootstrap(clone: Path, machine: Path, environ: Mapping[str, str] | None = None) -> str:
-    """The last line of scripts/bootstrap, which has to fail, in a clone that has its package's sources."""
+    """The last line of scripts/bootstrap, which has to fail, in a clone that has the sources of both packages."""
     for part in ("scripts/bootstrap", "scripts/find_python", "constraints.txt", "backend_src/pyproject.toml"):
         (clone / part).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / part, clone / part)
-    for part in ("__init__.py", "errors.py", "shared_python.py"):
-        (clone / "backend_src" / "multilora_engine").mkdir(exist_ok=True)
-        shutil.copy(REPOSITORY / "backend_src" / "multilora_engine" / part, clone / "backend_src" / "multilora_engine")
+    for package in ("backend_src/multilora_engine", "client/multilora_wire"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / package, clone / package, ignore=ignored, dirs_exist_ok=True)
     variables = {"PATH": str(machine), **(environ or {})}
     done = subprocess.run([clone / "scripts/bootstrap"], env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -53,6 +53,15 @@ def bootstrap(clone: Path, machine: Path, environ: Mapping[str, str] | None = No
 def test_no_python_is_told_with_a_way_to_one(tmp_path: Path, machine: Path) -> None:
     said = bootstrap(tmp_path / "clone", machine)
     assert "needs Python 3.11 or 3.12 with venv (found no python3.11 python3.12 python3); install it: " in said
+
+
+def test_a_python_that_does_is_taken_without_any_package_installed(tmp_path: Path, machine: Path) -> None:
+    """The next thing that is asked is the disk."""
+    (machine / "python3").symlink_to(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
+    (machine / "df").unlink()
+    (machine / "df").write_text(f"#!{machine}/bash\necho 7\n")
+    (machine / "df").chmod(0o755)
+    assert "needs 4096 MiB of disk" in bootstrap(tmp_path / "clone", machine)
 
 
 def test_pythons_that_do_not_do_are_named(tmp_path: Path, machine: Path) -> None:
