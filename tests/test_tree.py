@@ -96,7 +96,7 @@ def unused_names(root: Path, paths: list[Path]) -> set[str]:
 
 
 def module_name(path: Path, root: Path) -> str:
-    """`multilora_engine.lora.manager` for its file; a package is named by its folder."""
+    """`multilora_engine.lora.layout` for its file; a package is named by its folder."""
     return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 

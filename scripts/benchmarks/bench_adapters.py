@@ -53,11 +53,11 @@ from benchmarks.percentiles import p99
 from checkpoints.prepare_default_model import ensure_default_checkpoint
 from marked_tables import write_table
 from multilora_engine.engine.engine import Engine
+from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
-from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.request import GenerationRequest
 from multilora_wire.layout import AdapterLayout, num_values
@@ -222,7 +222,7 @@ def pause_rows(bench: Bench, rounds: int) -> list[Row]:
         def fetch(ended: Sequence[str]) -> None:
             if not engine.remote.is_busy:
                 task = next(fetches)
-                if engine.loras.is_known(task):
+                if engine.loras.inventory.is_known(task):
                     engine.loras.unload(task)
                 engine.remote.fetch(AdapterKey(task))
 

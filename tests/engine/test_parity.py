@@ -155,7 +155,7 @@ def use_padded_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[in
     keys = runner._kv_cache.keys
     cache = KVCache(*(torch.full((len(keys), (num_blocks + 1) * block_size, *keys.shape[2:]), torch.nan) for _ in "kv"))
     sizes = graph_sizes(11)
-    tables, model = engine.loras.tables, runner._model
+    tables, model = engine.loras.device.tables, runner._model
     inputs = DecodeInputs(sizes[-1], 512 // block_size, block_size, num_blocks, tables)
     graphs = DecodeGraphs(
         lambda batch: model.forward(batch, cache), inputs, sizes, model.config.vocab_size, CPU, lambda run: run

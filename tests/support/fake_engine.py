@@ -18,11 +18,11 @@ from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats, Wei
 from multilora_engine.engine_info import CallLimits, EngineInfo
 from multilora_engine.errors import ConfigError, InvalidRequest, UnpackedWeightsFull
 from multilora_engine.lora.adapter_events import AdapterEventLog
+from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import PackedAdapter
-from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId
 from multilora_engine.lora.remote import RemoteAdapters
 from multilora_engine.lora.sources.fetcher import AdapterFetcher
@@ -141,7 +141,7 @@ class FakeEngine:
         if request.sampling.max_tokens < 1:
             raise InvalidRequest("max_tokens is 0")
         if request.task_id is not None:
-            self.loras.digest(request.task_id)
+            self.loras.inventory.info(request.task_id)
         self.accepted.append(request)
         self.requests[request.request_id] = request
         self.produced[request.request_id] = []

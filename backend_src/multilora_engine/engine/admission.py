@@ -20,7 +20,7 @@ from multilora_engine.engine.scheduler import Scheduler
 from multilora_engine.errors import AdapterNotFound, QueueFull, QueueShareFull, RequestError
 from multilora_engine.guides.guided import GuideMatcher
 from multilora_engine.lora.adapter_state import CachedAdapter
-from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.remote import Fetch, RemoteAdapters
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
@@ -274,7 +274,7 @@ class Admission:
             self._parking.give_up(sequence)
         elif self._guide_queue.give_up(sequence):
             if sequence.adapter is not None:
-                self._loras.unpin(sequence.adapter)
+                self._loras.memory.unpin(sequence.adapter)
         else:
             self._scheduler.finish(sequence)
         self._forget(sequence)
@@ -289,6 +289,7 @@ class Admission:
         self._live.check_integrity()
         self._parking.check_integrity()
         self._scheduler.check_integrity(self._guide_queue)
+        self._loras.check_integrity()
         num_placed = self._scheduler.num_waiting + self._scheduler.num_running + self.num_outside
         assert num_placed == len(self._live), "a request is lost"
 
@@ -361,7 +362,7 @@ class Admission:
         """Take out a sequence that could not be passed on, with its pin."""
         self._guide_queue.give_up(sequence)
         if sequence.adapter is not None:
-            self._loras.unpin(sequence.adapter)
+            self._loras.memory.unpin(sequence.adapter)
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:

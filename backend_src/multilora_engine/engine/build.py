@@ -18,12 +18,12 @@ from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.execution.piecewise_graphs import CudaPieces, Pieces, PiecewiseGraphs, piece_sizes
 from multilora_engine.execution.warm_up import warm_up
 from multilora_engine.lora.adapter_events import EventLog
+from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import TORCH_DTYPES
 from multilora_engine.lora.free_pages import PagePool
 from multilora_engine.lora.host_tier import HostTier
-from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.models.kv_groups import only_group
 from multilora_engine.models.loader import stored_dtype
 from multilora_engine.models.model import Model
@@ -150,7 +150,7 @@ def build_model_runner(
     config: EngineConfig,
     plan: MemoryPlan,
     device: torch.device,
-    loras: LoRAManager,
+    loras: DeviceTier,
 ) -> ModelRunner:
     """Raises GraphFault."""
     has_graphs = may_have_graphs(config, device)

@@ -32,8 +32,8 @@ from multilora_engine.engine.unpacked_weights import UnpackedWeights
 from multilora_engine.errors import Cancelled, InternalError, RequestError
 from multilora_engine.guides.guided import GuideCompiler
 from multilora_engine.lora.adapter_events import AdapterEventLog
+from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.layout import PackedAdapter
-from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId, label_of
 from multilora_engine.lora.preload import preload_adapters
 from multilora_engine.lora.remote import RemoteAdapters
@@ -102,13 +102,13 @@ class Engine:
         self._pace = Pace(config.inter_token_latency_target_s)
         self._scheduler = Scheduler(
             self._blocks,
-            self._loras,
+            self._loras.memory,
             config.max_num_seqs,
             config.max_num_batched_tokens,
             self._pace,
             PromptWaits(),
         )
-        self._runner = build_model_runner(base.model, config, base.plan, base.device, self._loras)
+        self._runner = build_model_runner(base.model, config, base.plan, base.device, self._loras.device)
         self.weights = UnpackedWeights(base.model, base.plan.spare_bytes, base.device, self._note_switched_weights)
         self._runs_ahead = config.enable_async_scheduling is True
         self._in_flight: _StepInFlight | None = None
@@ -149,8 +149,8 @@ class Engine:
             num_free_blocks=self._blocks.num_free,
             num_blocks=self._blocks.num_blocks,
             kv_cache_bytes=self._runner.kv_cache_bytes,
-            num_cached_adapters=self._loras.num_cached,
-            num_pins=self._loras.num_pins,
+            num_cached_adapters=len(self._loras.host),
+            num_pins=self._loras.memory.num_pins,
             num_preemptions=self._scheduler.num_preemptions,
             prefix_cache=self._blocks.prefix_cache,
             pace=self._pace.stats,

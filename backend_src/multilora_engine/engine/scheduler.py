@@ -14,7 +14,7 @@ from multilora_engine.engine.pace import Pace
 from multilora_engine.engine.prompt_waits import PromptWaits
 from multilora_engine.engine.step import Step
 from multilora_engine.lora.adapter_state import CachedAdapter
-from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.lora.memory_tiers import MemoryTiers
 from multilora_engine.sequences.scheduled_sequence import ScheduledSequence
 from multilora_engine.sequences.sequence import BlockCopy, Sequence, SequenceStatus
 
@@ -83,7 +83,7 @@ class Scheduler:
     def __init__(
         self,
         blocks: BlockAllocator,
-        loras: LoRAManager,
+        loras: MemoryTiers,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         pace: Pace,

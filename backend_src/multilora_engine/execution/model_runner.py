@@ -15,7 +15,7 @@ from multilora_engine.batch.transfer import arrays_to_device, to_device
 from multilora_engine.execution.cuda_graphs import DecodeGraphs
 from multilora_engine.execution.piecewise_graphs import PiecewiseGraphs
 from multilora_engine.execution.prompt_scoring import score_prompts, scores_prompts
-from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.models.model import Model
 from multilora_engine.sampling.sampler import Choice
 from multilora_engine.sampling.token_counts import DeviceTokens, TokenCounts
@@ -32,7 +32,7 @@ class ModelRunner:
         model: Model,
         kv_cache: KVCache,
         block_size: int,
-        loras: LoRAManager,
+        loras: DeviceTier,
         graphs: DecodeGraphs | None = None,
         pieces: PiecewiseGraphs | None = None,
         kv_memory: MemoryAhead | None = None,

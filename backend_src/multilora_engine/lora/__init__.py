@@ -1,9 +1,9 @@
-"""Adapters: the wire format, the three tiers, and the door to them, `LoRAManager`.
+"""Adapters: the wire format, the three tiers, and `LoRAManager`, which decides what is in them.
 
 format, layout, checkpoint_layout          wire tensors (`lora_weights`, `lora_config`) checked and packed into pages
-manager, names                             the door; questions that change nothing; names and task ids
+inventory, names                           the adapters of all tiers, described; names and task ids
 adapter_state                              the states of a version of an adapter, and all steps between them
-arrivals, memory_tiers                     how an adapter gets its pages, and which adapters leave for it
+arrivals, memory_tiers                     `LoRAManager`: which adapters come into memory and leave it; their users
 host_tier, device_tier, disk_tier          the tiers
   free_pages, page_copies                  divide memory into pages, and fill them
   disk_traffic, adapter_file               reads and writes of files

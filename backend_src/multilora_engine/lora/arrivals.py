@@ -1,22 +1,26 @@
-"""`Arrivals`: which adapters come into host memory, and which have to leave for them."""
+"""`LoRAManager`: decides which adapters come into host memory, which stay, and which leave."""
 
 from __future__ import annotations
 
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import Literal
 
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, RequestError
 from multilora_engine.lora.adapter_file import DiskAdapter
 from multilora_engine.lora.adapter_state import AdapterState, CachedAdapter, FreedBy, Memory
+from multilora_engine.lora.device_tier import DeviceTier
+from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.disk_traffic import DiskTraffic
 from multilora_engine.lora.format import any_dora, ranks_of
 from multilora_engine.lora.host_tier import Arrival, HostTier
+from multilora_engine.lora.inventory import Inventory
 from multilora_engine.lora.layout import PackedAdapter, page_shape
-from multilora_engine.lora.life_cycle import OnEvent, adapter_event
+from multilora_engine.lora.life_cycle import LoRAStats, OnEvent, adapter_event, ignore_event
 from multilora_engine.lora.memory_tiers import MemoryTiers
 from multilora_engine.lora.names import TaskId
 from multilora_wire.adapter_event import EventKind
-from multilora_wire.layout import AdapterLayout, PageShape
+from multilora_wire.layout import PageShape
 
 _MAX_ARRIVALS = 256
 """Adapters on disk that may wait for room: each has a file open."""
@@ -25,43 +29,76 @@ OnConflict = Literal["refuse", "replace"]
 """`lora_on_conflict`: whether other weights under a task id that is taken are an error, or a new version."""
 
 
-class Arrivals:
-    """Every new version of an adapter comes in here, uploaded, fetched or read from its file, and waits for its pages.
+class LoRAManager:
+    """Owns every adapter of the engine. Belongs to the engine's thread.
 
-    Pages are given in the order of arrival. Room is made by evicting adapters without users, least recently used
-    first and only as many as needed; with a disk tier, adapters with files go first, and the others' files are written.
-    num_insertions, num_replacements: adapters under a new task id, and new versions of known ones.
+    The adapter of a request: `put` when its weights come along, `pin` when the request is accepted, `memory.acquire`
+    when the request may start to run, `memory.release` when it stops (finished or preempted), `memory.unpin` when it
+    is finished. A pinned adapter is never evicted and never overwritten; an acquired one stays on the device. `hold`
+    keeps an adapter in memory for an operator. `AdapterState` names the states of an adapter.
+
+    Every version of an adapter comes in here, uploaded, fetched or read from its file, and gets its pages in the order
+    of arrival. Room is made by evicting adapters without users, least recently used first, and only as many as needed.
+
+    With a disk tier every adapter is written to its file beside the steps, so that it can be evicted at once when its
+    pages are wanted; `pin` reads it back. Adapters with files are evicted first. Nothing waits for the disk: pages stay
+    taken until they are written, and an adapter that finds no free pages waits for its own. It can be pinned from the
+    start, and acquired after `poll` has found it in memory. A file and an adapter in host memory with the same task id
+    are always the same version.
+
+    host, device: the tiers in memory. memory: the users of adapters in both. inventory: describes all adapters.
     """
 
     def __init__(
         self,
-        layout: AdapterLayout,
         host: HostTier,
-        memory: MemoryTiers,
-        traffic: DiskTraffic,
+        device: DeviceTier,
         on_conflict: OnConflict,
-        on_event: OnEvent,
+        on_event: OnEvent = ignore_event,
+        disk: DiskTier | None = None,
     ) -> None:
-        self._layout = layout
-        self._host = host
-        self._memory = memory
-        self._traffic = traffic
+        self.host = host
+        self.device = device
+        self.memory = MemoryTiers(host, device)
+        self._traffic = DiskTraffic(host, disk, self.memory.update, on_event)
+        self.inventory = Inventory(host, device, self._traffic)
         self._on_conflict = on_conflict
         self._on_event = on_event
         self._given_up: dict[CachedAdapter, RequestError] = {}
-        self.num_insertions = 0
-        self.num_replacements = 0
+        self._num_insertions = 0
+        self._num_replacements = 0
+
+    @property
+    def stats(self) -> LoRAStats:
+        return LoRAStats(
+            device=self.device.stats,
+            host=self.host.stats,
+            disk=self._traffic.stats,
+            insertions=self._num_insertions,
+            replacements=self._num_replacements,
+            waits=self.memory.num_waits,
+            wait_seconds=self.memory.wait_seconds,
+        )
 
     def put(
-        self, lora_task_id: TaskId, packed: PackedAdapter, name: str, origin: Literal["uploaded", "downloaded"]
+        self,
+        lora_task_id: TaskId,
+        packed: PackedAdapter,
+        name: str = "",
+        origin: Literal["uploaded", "downloaded"] = "uploaded",
     ) -> CachedAdapter:
-        """See `LoRAManager.put`."""
-        cached = self._host.get(lora_task_id)
+        """Cache an adapter under a task id. The same content again only makes it the most recently used one.
+
+        name: replaces the name it has, unless empty. origin: sent by a client, or fetched from a source.
+        `packed` must not change: an adapter that waits for room is copied later. Raises AdapterConflict (other content,
+        and `lora_on_conflict` is `refuse`) or AdapterCacheFull; the cache is then unchanged.
+        """
+        cached = self.host.get(lora_task_id)
         known = cached or self._traffic.find(lora_task_id)
         if known is not None and known.digest != packed.digest and self._on_conflict == "refuse":
             raise AdapterConflict(lora_task_id, known.digest, packed.digest)
         if cached is not None and cached.digest == packed.digest:
-            self._host.touch(cached)
+            self.host.touch(cached)
             self._rename(cached, name or cached.name)
             return cached
         adapter = self._insert(lora_task_id, packed, name) if cached is None else self._replace(cached, packed, name)
@@ -70,28 +107,70 @@ class Arrivals:
 
     def has_room(self, packed: PackedAdapter) -> bool:
         """Whether an adapter can be put without the loss of another one."""
-        return self._traffic.has_disk or self._host.pool.fits(self._shape_of(packed))
+        return self._traffic.has_disk or self.host.pool.fits(self._shape_of(packed))
 
-    def find(self, lora_task_id: TaskId) -> CachedAdapter:
-        """The current version for a use, in memory or on its way there from its file.
+    def save(self, lora_task_id: TaskId) -> Future[None] | None:
+        """Have an adapter in host memory written to the disk tier, where it survives the death of the engine.
 
-        Raises AdapterNotFound, or AdapterCacheFull if there can be no room to read it.
+        The future is done when the file is written. It raises OSError if writing failed (every call tries again), and
+        is cancelled if the adapter is replaced or unloaded before. None without a disk tier. Raises AdapterNotFound.
         """
-        adapter = self._host.get(lora_task_id)
+        adapter = self.host.get(lora_task_id)
         if adapter is None:
-            return self._read(lora_task_id)
-        self._host.touch(adapter)
+            raise AdapterNotFound(lora_task_id)
+        if not self._traffic.has_disk:
+            return None
+        self._traffic.poll_writes()
+        if adapter.state.is_filled:
+            self._traffic.save(adapter)
+        return adapter.saved
+
+    def pin(self, lora_task_id: TaskId) -> CachedAdapter:
+        """Keep the current version of an adapter in host memory for a request, or have its file read first.
+
+        Raises AdapterNotFound, or AdapterCacheFull if it is on disk and there can be no room to read it.
+        """
+        if not self.host.count_request(lora_task_id):
+            self._traffic.count_request(lora_task_id)
+        adapter = self._find(lora_task_id)
+        self.memory.pin(adapter)
         return adapter
 
-    def hold(self, adapter: CachedAdapter) -> None:
-        """Keep an adapter in memory. Raises AdapterCacheFull when that would leave too little for one that waits."""
+    def load(self, lora_task_id: TaskId) -> Future[None]:
+        """Have an adapter that is on disk read into host memory. Raises AdapterNotFound, or AdapterCacheFull without
+        room.
+
+        The future is done when the adapter is there. It raises RequestError if the file cannot be read, and is
+        cancelled if the adapter is replaced or unloaded before.
+        """
+        return self._find(lora_task_id).arrived
+
+    def hold(self, lora_task_id: TaskId) -> Future[None]:
+        """Evict neither this adapter nor a version that replaces it, until `end_hold`. One on disk is read.
+
+        The future is that of `load`. Raises AdapterNotFound, or AdapterCacheFull if there is no room to read it, or if
+        too little room would be left for another one that waits.
+        """
+        adapter = self._find(lora_task_id)
         if not adapter.state.is_held:
             self._check_hold(adapter)
-            self._host.hold(adapter, True)
+            self.host.hold(adapter, True)
+        return adapter.arrived
+
+    def end_hold(self, lora_task_id: TaskId) -> None:
+        """Let an adapter be evicted again. Raises AdapterNotFound."""
+        cached = self.host.get(lora_task_id)
+        if cached is not None:
+            self.host.hold(cached, False)
+        elif self._traffic.find(lora_task_id) is None:
+            raise AdapterNotFound(lora_task_id)
 
     def unload(self, lora_task_id: TaskId) -> None:
-        """Forget an adapter in every tier. Raises AdapterNotFound."""
-        cached = self._host.get(lora_task_id)
+        """Forget an adapter, held by an operator or not: from now on new requests find it in no tier.
+
+        Its memory is freed when the requests that use it have finished. Raises AdapterNotFound.
+        """
+        cached = self.host.get(lora_task_id)
         known = cached or self._traffic.find(lora_task_id)
         if known is None:
             raise AdapterNotFound(lora_task_id)
@@ -101,39 +180,78 @@ class Arrivals:
             self._traffic.delete(lora_task_id)
         self._emit("unloaded", known)
 
-    def admit(self) -> None:
-        """Give pages to the adapters that wait for them, in order, as far as there are any."""
-        while (adapter := next(self._host.arrivals, None)) is not None:
+    @property
+    def is_busy(self) -> bool:
+        """Whether `poll` has something to do, now or later."""
+        is_device_busy = self.device.is_copying or self.device.has_failures
+        is_admitting = self.host.num_arrivals > 0 or bool(self._given_up)
+        return is_device_busy or is_admitting or self._traffic.is_busy
+
+    def poll(self) -> dict[CachedAdapter, RequestError]:
+        """Note the copies, reads and writes that have ended, and give pages to adapters that wait. Does not wait.
+
+        Returns the adapters that could not be read from their files, copied to the device, or given pages. Their
+        requests have to unpin them. An adapter whose copy failed, or whose file may be fine, can be pinned again; the
+        others are forgotten.
+        """
+        self.device.poll()
+        failed: dict[CachedAdapter, RequestError] = {**self.device.take_failures(), **self._traffic.poll()}
+        self._admit()
+        given_up, self._given_up = self._given_up, {}
+        return failed | given_up
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until a read or a write has ended, if any is under way. For a caller that has nothing else to do."""
+        wait(self._traffic.under_way, timeout_s, FIRST_COMPLETED)
+
+    def settle(self) -> None:
+        """Wait until every adapter has its pages. For the start, when there are no requests."""
+        while self.host.num_arrivals:
+            self.wait()
+            self.poll()
+
+    def close(self) -> None:
+        """Save the adapters that the next start should find, the most recently used that fit, and end all threads."""
+        self.host.close()
+        self._traffic.close(self.host.latest)
+
+    def check_integrity(self) -> None:
+        """All tiers are sound. For tests, after every step."""
+        self.memory.check_integrity()
+        self._traffic.check_integrity()
+        for adapter in self.host.arrivals:
+            held = self.host.num_other_held_pages(adapter)
+            assert held + adapter.num_pages <= self.host.pool.count, "it would wait for ever"
+
+    def _find(self, lora_task_id: TaskId) -> CachedAdapter:
+        """The current version for a use, in memory or on its way there from its file.
+
+        Raises AdapterNotFound, or AdapterCacheFull if there can be no room to read it.
+        """
+        adapter = self.host.get(lora_task_id)
+        if adapter is None:
+            return self._read(lora_task_id)
+        self.host.touch(adapter)
+        return adapter
+
+    def _admit(self) -> None:
+        """Give pages to the adapters that wait for them, in order, as long as there are enough."""
+        while (adapter := next(self.host.arrivals, None)) is not None:
             if self._make_room(adapter.shape):
-                self._host.give_pages(adapter)
-            elif self._host.can_ever_hold(adapter.shape, adapter):
+                self.host.give_pages(adapter)
+            elif self.host.can_ever_hold(adapter.shape, adapter):
                 return
             else:
                 self._give_up(adapter)
-
-    @property
-    def has_failures(self) -> bool:
-        """Whether `take_failures` has something to tell."""
-        return bool(self._given_up)
-
-    def take_failures(self) -> dict[CachedAdapter, RequestError]:
-        """The adapters that were given up since; the requests that wait for them have to hear of it."""
-        given_up, self._given_up = self._given_up, {}
-        return given_up
-
-    def check_integrity(self) -> None:
-        for adapter in self._host.arrivals:
-            held = self._host.num_other_held_pages(adapter)
-            assert held + adapter.num_pages <= self._host.pool.count, "it would wait for ever"
 
     def _insert(self, lora_task_id: TaskId, packed: PackedAdapter, name: str) -> CachedAdapter:
         self._check_room(lora_task_id, self._shape_of(packed))
         file = self._traffic.find(lora_task_id)
         if file is not None and file.digest != packed.digest:
             self._traffic.delete(lora_task_id)
-            self.num_replacements += 1
+            self._num_replacements += 1
             self._emit("replaced", file)
-        self.num_insertions += 1
+        self._num_insertions += 1
         return self._add(lora_task_id, packed, name)
 
     def _replace(self, cached: CachedAdapter, packed: PackedAdapter, name: str) -> CachedAdapter:
@@ -141,10 +259,10 @@ class Arrivals:
         self._check_room(cached.lora_task_id, self._shape_of(packed), replaced=cached)
         is_held = cached.state.is_held
         self._retire(cached)
-        self.num_replacements += 1
+        self._num_replacements += 1
         self._emit("replaced", cached)
         adapter = self._add(cached.lora_task_id, packed, name or cached.name)
-        self._host.hold(adapter, is_held)
+        self.host.hold(adapter, is_held)
         return adapter
 
     def _add(self, lora_task_id: TaskId, packed: PackedAdapter, name: str) -> CachedAdapter:
@@ -155,7 +273,7 @@ class Arrivals:
         return adapter
 
     def _fill(self, adapter: CachedAdapter, packed: PackedAdapter) -> None:
-        self._host.fill(adapter, packed)
+        self.host.fill(adapter, packed)
         if not adapter.state.is_retired:
             self._traffic.save(adapter)
 
@@ -174,70 +292,70 @@ class Arrivals:
         return adapter
 
     def _arrive(self, adapter: CachedAdapter, arrival: Arrival) -> None:
-        self._host.add(adapter, arrival)
-        self.admit()
+        self.host.add(adapter, arrival)
+        self._admit()
 
     def _check_room(self, lora_task_id: TaskId, shape: PageShape, replaced: CachedAdapter | None = None) -> None:
         """Raises AdapterCacheFull when there could be no room for one more adapter, after the adapters that wait
         already.
         """
-        promised, free, num_pages = self._host.num_promised_pages, self._host.pool.num_free, shape.num_pages
+        promised, free, num_pages = self.host.num_promised_pages, self.host.pool.num_free, shape.num_pages
         if replaced is not None and not replaced.pages and replaced.state.num_pins == 0:
             promised -= replaced.num_pages
-        if promised + num_pages <= free and self._host.pool.fits(shape):
+        if promised + num_pages <= free and self.host.pool.fits(shape):
             return
-        reachable = self._host.num_reachable(replaced)
-        if promised + num_pages > reachable or not self._host.can_hold(shape, replaced):
-            raise AdapterCacheFull(lora_task_id, num_pages, free, reachable - free, promised, self._host.pool.count)
+        reachable = self.host.num_reachable(replaced)
+        if promised + num_pages > reachable or not self.host.can_hold(shape, replaced):
+            raise AdapterCacheFull(lora_task_id, num_pages, free, reachable - free, promised, self.host.pool.count)
 
     def _check_read(self, file: DiskAdapter) -> None:
         """Raises AdapterCacheFull when a file could never be read, or too many wait for that already.
 
         Requests in flight are no reason: they end, and an adapter that waits for its file takes no memory.
         """
-        if not self._host.can_ever_hold(file.shape) or self._host.num_arrivals >= _MAX_ARRIVALS:
-            pages, promised = self._host.pool, self._host.num_promised_pages
+        if not self.host.can_ever_hold(file.shape) or self.host.num_arrivals >= _MAX_ARRIVALS:
+            pages, promised = self.host.pool, self.host.num_promised_pages
             raise AdapterCacheFull(file.lora_task_id, file.num_pages, pages.num_free, 0, promised, pages.count)
 
     def _check_hold(self, adapter: CachedAdapter) -> None:
         """Raises AdapterCacheFull when one more held adapter would leave too little for an adapter that waits."""
-        waiting = max((other.num_pages for other in self._host.arrivals if other is not adapter), default=0)
-        pages, held = self._host.pool, self._host.num_held_pages
+        waiting = max((other.num_pages for other in self.host.arrivals if other is not adapter), default=0)
+        pages, held = self.host.pool, self.host.num_held_pages
         if waiting and held + adapter.num_pages + waiting > pages.count:
             raise AdapterCacheFull(adapter.lora_task_id, adapter.num_pages, pages.num_free, 0, waiting, pages.count)
 
     def _give_up(self, adapter: CachedAdapter) -> None:
         """Adapters that an operator holds lie where the adapter's runs would have to be: it would wait for ever."""
-        self._host.end_wait(adapter).discard()
-        pages = self._host.pool
+        self.host.end_wait(adapter).discard()
+        pages = self.host.pool
         error = AdapterCacheFull(adapter.lora_task_id, adapter.num_pages, pages.num_free, 0, 0, pages.count)
         adapter.state.move(Memory.LOST)
         adapter.arrived.set_exception(error)
         self._given_up[adapter] = error
         if not adapter.state.is_retired:
-            self._host.retire(adapter)
-        self._memory.update(adapter)
+            self.host.retire(adapter)
+        self.memory.update(adapter)
 
     def _make_room(self, shape: PageShape) -> bool:
         """Evict as many adapters as needed, and none as long as pins keep that from being enough.
 
         False if files have to be written first, which is started, if reads have to end, or if pins forbid it.
         """
-        victims = self._host.victims_for(shape)
+        victims = self.host.victims_for(shape)
         for adapter in victims or ():
             if adapter.state.freed_by is FreedBy.WRITE:
                 self._traffic.save(adapter)
             elif adapter.state.freed_by is FreedBy.EVICTION:
                 self._evict(adapter)
-        return self._host.pool.fits(shape)
+        return self.host.pool.fits(shape)
 
     def _evict(self, adapter: CachedAdapter) -> None:
         self._traffic.touch(adapter)
-        self._memory.evict(adapter)
+        self.memory.evict(adapter)
         self._emit("evicted", adapter)
 
     def _shape_of(self, packed: PackedAdapter) -> PageShape:
-        return page_shape(packed.rows, len(packed.pages), self._layout)
+        return page_shape(packed.rows, len(packed.pages), self.device.layout)
 
     def _rename(self, adapter: CachedAdapter, name: str) -> None:
         """A file of the old name goes; it is written again when the adapter is evicted, if not before."""
@@ -248,8 +366,8 @@ class Arrivals:
     def _retire(self, adapter: CachedAdapter) -> None:
         """No request finds this version any more, in memory or as a file."""
         self._traffic.delete(adapter.lora_task_id)
-        self._host.retire(adapter)
-        self._memory.update(adapter)
+        self.host.retire(adapter)
+        self.memory.update(adapter)
 
     def _emit(self, kind: EventKind, adapter: CachedAdapter | DiskAdapter) -> None:
         self._on_event(adapter_event(kind, adapter.lora_task_id, adapter.digest))

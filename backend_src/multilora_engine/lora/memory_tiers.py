@@ -1,4 +1,4 @@
-"""`MemoryTiers`: the users of an adapter in host memory and on the device, and how it leaves both."""
+"""`MemoryTiers`: the users of an adapter in host memory and on the device, and its way out of both."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from multilora_engine.lora.host_tier import HostTier
 
 
 class MemoryTiers:
-    """Writes the pins of requests; host tier and device tier lose an adapter here, and only here.
+    """Counts the users of adapters, and takes adapters out of the host tier and the device tier.
 
-    num_pins: of all adapters. num_waits, wait_seconds: times an adapter was wanted by the scheduler but not usable yet,
-    until it was.
+    num_pins: of all adapters, which is the number of requests in flight that have one. num_waits, wait_seconds: how
+    often and how long the scheduler wanted an adapter that was not usable yet.
     """
 
     def __init__(self, host: HostTier, device: DeviceTier) -> None:
@@ -45,13 +45,18 @@ class MemoryTiers:
             self.update(adapter)
 
     def prefetch(self, adapter: CachedAdapter, wanted: Set[CachedAdapter]) -> None:
-        """Start to bring a pinned adapter to the device, if it is in memory and none of `wanted` has to go for it."""
+        """Start to copy a pinned adapter to the device, if it is in memory and none of `wanted` has to leave for it."""
         assert adapter.state.num_pins > 0
         if adapter.state.is_filled:
             self._device.prefetch(adapter, wanted)
 
-    def acquire(self, adapter: CachedAdapter, wanted: Set[CachedAdapter]) -> bool:
-        """Make a pinned adapter usable by the next step, for one sequence more, if that is possible now."""
+    def acquire(self, adapter: CachedAdapter, wanted: Set[CachedAdapter] = frozenset()) -> bool:
+        """Make a pinned adapter usable by the next step, for one sequence more.
+
+        False if the adapter has to wait: its file is still being read, its copy to the device was started by this call
+        or is under way, there is no room on the device without evicting one of `wanted`, or `max_loras` others are in
+        use.
+        """
         assert adapter.state.num_pins > 0
         is_usable = (
             adapter.state.is_filled
@@ -62,13 +67,17 @@ class MemoryTiers:
         self._count_wait(adapter, is_usable)
         return is_usable
 
+    def release(self, adapter: CachedAdapter) -> None:
+        """The counterpart of `acquire`."""
+        self._device.release(adapter)
+
     def evict(self, adapter: CachedAdapter) -> None:
         """Free an adapter's pages for the sake of others."""
         self._device.drop(adapter)
         self._host.evict(adapter)
 
     def update(self, adapter: CachedAdapter) -> None:
-        """Something has ended that needed an adapter's pages: a retired version goes, if that was the last."""
+        """Some use of an adapter's pages has ended: a retired version goes after its last use."""
         if not adapter.state.is_left_over:
             self._host.update(adapter)
             return

@@ -20,8 +20,8 @@ from multilora_engine.errors import (
 )
 from multilora_engine.histogram import Histogram
 from multilora_engine.log_lines import one_line
+from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.life_cycle import OnEvent, TierStats, adapter_event
-from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_wire.adapter_info import AdapterInfo, Status
@@ -166,7 +166,7 @@ class RemoteAdapters:
 
     def _is_superfluous(self, fetch: Fetch) -> bool:
         """Whether a client has uploaded the adapter meanwhile. The adapter at a path may be another version of it."""
-        return not fetch.path and self._loras.is_known(fetch.key.lora_task_id)
+        return not fetch.path and self._loras.inventory.is_known(fetch.key.lora_task_id)
 
     def _take_up(self, fetch: Fetch) -> RequestError | None:
         """Put the adapter into the host tier; why it is not there, if it is not."""

@@ -10,7 +10,7 @@ from typing import Protocol
 from multilora_engine.engine.engine_stats import WeightInfo, WeightStats
 from multilora_engine.errors import AdapterNotFound, AdapterNotHere, InvalidRequest
 from multilora_engine.lora.adapter_events import AdapterEventLog
-from multilora_engine.lora.life_cycle import LoRAStats, Residency
+from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.names import TaskId, scoped_task_id, task_id_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters, describe_remote
 from multilora_engine.lora.sources.source import AdapterKey
@@ -41,23 +41,6 @@ from multilora_engine.process.reports import (
 )
 from multilora_engine.process.usage import AdapterUsage
 from multilora_wire.adapter_info import AdapterInfo
-from multilora_wire.layout import AdapterLayout
-
-
-class ManagedAdapters(Protocol):
-    """The part of `multilora_engine.lora.manager.LoRAManager` that the operator uses."""
-
-    @property
-    def stats(self) -> LoRAStats: ...
-    def residency(self, max_adapters: int) -> Residency: ...
-    @property
-    def layout(self) -> AdapterLayout: ...
-    def describe(self) -> list[AdapterInfo]: ...
-    def info(self, lora_task_id: TaskId) -> AdapterInfo: ...
-    def load(self, lora_task_id: TaskId) -> Future[None]: ...
-    def unload(self, lora_task_id: TaskId) -> None: ...
-    def hold(self, lora_task_id: TaskId) -> Future[None]: ...
-    def end_hold(self, lora_task_id: TaskId) -> None: ...
 
 
 class PendingSwitch(Protocol):
@@ -95,7 +78,7 @@ class AdapterOperator:
 
     def __init__(
         self,
-        adapters: ManagedAdapters,
+        adapters: LoRAManager,
         remote: RemoteAdapters,
         events: AdapterEventLog,
         usage: AdapterUsage,
@@ -136,7 +119,7 @@ class AdapterOperator:
             case ReadStats():
                 return self._read_stats()
             case ReadLayout():
-                return LayoutReport(self._adapters.layout)
+                return LayoutReport(self._adapters.device.layout)
             case DescribeModel():
                 return self._model
             case SwitchWeights():
@@ -144,7 +127,7 @@ class AdapterOperator:
 
     def _read_stats(self) -> StatsReport:
         tiers = replace(self._adapters.stats, remote=self._remote.stats)
-        resident = self._adapters.residency(self._usage.max_adapters)
+        resident = self._adapters.inventory.residency(self._usage.max_adapters)
         residency = replace(resident, load_seconds=resident.load_seconds.plus(self._remote.load_seconds))
         return StatsReport(
             tiers,
@@ -167,7 +150,7 @@ class AdapterOperator:
         return WeightList([*weights], self._weights.stats)
 
     def _list(self, in_sources: Iterable[AdapterKey], scope: AdapterScope) -> AdapterList:
-        adapters = {_task_id(info): info for info in (*self._remote.describe(), *self._adapters.describe())}
+        adapters = {_task_id(info): info for info in (*self._remote.describe(), *self._adapters.inventory.describe())}
         for key in in_sources:
             adapters.setdefault(key.lora_task_id, describe_remote(key))
         seen = adapters.values() if scope.is_everything else _seen_by(scope, adapters.values())
@@ -194,7 +177,7 @@ class AdapterOperator:
         if arrived.cancelled():
             raise AdapterNotFound(task_id, "it was unloaded or replaced before it was in memory")
         arrived.result(timeout=0)
-        return AdapterReport(self._adapters.info(task_id))
+        return AdapterReport(self._adapters.inventory.info(task_id))
 
     def _fetch(self, key: AdapterKey, source: str, path: str = "") -> PendingReport:
         try:
@@ -210,7 +193,7 @@ class AdapterOperator:
             raise fetch.error
         if fetch.arrived is not None:
             return self._arrived(fetch.key.lora_task_id, fetch.arrived)
-        return AdapterReport(self._adapters.info(fetch.key.lora_task_id))
+        return AdapterReport(self._adapters.inventory.info(fetch.key.lora_task_id))
 
     def _unload(self, operation: UnloadAdapter) -> AdapterReport:
         info = self._find(operation)
@@ -234,7 +217,7 @@ class AdapterOperator:
 
     def _info(self, task_id: TaskId, called: str) -> AdapterInfo:
         try:
-            return self._adapters.info(task_id)
+            return self._adapters.inventory.info(task_id)
         except AdapterNotFound:
             raise AdapterNotHere(called) from None
 

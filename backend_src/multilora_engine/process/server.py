@@ -19,10 +19,11 @@ from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import AdapterNotFound, AdapterNotKept, EngineUnavailable, InternalError, RequestError
 from multilora_engine.lora.adapter_events import AdapterEventLog
+from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import TaskId, label_of
 from multilora_engine.lora.remote import RemoteAdapters
-from multilora_engine.process.adapter_operator import AdapterOperator, ManagedAdapters, ManagedWeights, PendingReport
+from multilora_engine.process.adapter_operator import AdapterOperator, ManagedWeights, PendingReport
 from multilora_engine.process.drain import DrainOrder
 from multilora_engine.process.fronts import Fronts
 from multilora_engine.process.heartbeat import Heartbeat
@@ -82,12 +83,6 @@ class BlockWatch:
             self._waiting = []
 
 
-class ServedAdapters(ManagedAdapters, Protocol):
-    """The part of `multilora_engine.lora.manager.LoRAManager` that the server and its operator use."""
-
-    def save(self, lora_task_id: TaskId) -> Future[None] | None: ...
-
-
 class ServedEngine(Protocol):
     """The part of `multilora_engine.engine.engine.Engine` that the server uses."""
 
@@ -96,7 +91,7 @@ class ServedEngine(Protocol):
     @property
     def has_work(self) -> bool: ...
     @property
-    def loras(self) -> ServedAdapters: ...
+    def loras(self) -> LoRAManager: ...
     @property
     def remote(self) -> RemoteAdapters: ...
     @property

@@ -109,7 +109,7 @@ def test_what_the_fronts_must_know_travels_to_them(engine: Engine) -> None:
 
 def test_what_every_step_reads_begins_with_a_huge_page(engine: Engine) -> None:
     kv_cache = engine._runner._kv_cache
-    for memory in (kv_cache.keys, kv_cache.values, engine._loras.tables.arena):
+    for memory in (kv_cache.keys, kv_cache.values, engine._loras.device.tables.arena):
         assert memory.data_ptr() % (2 << 20) == 0
 
 
@@ -171,7 +171,7 @@ def test_an_adapter_of_a_tenant_answers_its_requests_alone(checkpoint: Path, def
     owned = msgspec.structs.replace(request("r", [1], task=77), adapter_tenant="acme")
     answers = run_all(engine, [owned])
     assert answers["r"].final is not None
-    assert answers["r"].final.lora_digest == engine.loras.digest(TenantTaskId("acme", 77))
+    assert answers["r"].final.lora_digest == engine.loras.inventory.info(TenantTaskId("acme", 77)).digest
 
 
 def test_length_ends_an_answer_at_max_tokens_and_at_the_context(engine: Engine) -> None:
@@ -481,7 +481,11 @@ def test_a_request_that_forbids_every_token_fails_alone(engine: Engine) -> None:
 def test_the_digest_of_the_adapter_that_answered_is_told(engine: Engine) -> None:
     answers = run_all(engine, [request("base", [7]), request("one", [7], task=1), request("two", [7], task=2)])
     digests = {name: answer.final.lora_digest for name, answer in answers.items() if answer.final}
-    assert digests == {"base": "", "one": engine.loras.digest(1), "two": engine.loras.digest(2)}
+    assert digests == {
+        "base": "",
+        "one": engine.loras.inventory.info(1).digest,
+        "two": engine.loras.inventory.info(2).digest,
+    }
 
 
 def test_a_new_version_of_an_adapter_never_answers_from_the_cache_of_the_old_one(

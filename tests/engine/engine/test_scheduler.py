@@ -19,11 +19,11 @@ from multilora_engine.engine.prompt_waits import PromptWaits
 from multilora_engine.engine.scheduler import Scheduler
 from multilora_engine.engine.step import work_of
 from multilora_engine.engine.step_cost import StepWork
+from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import PackedAdapter
-from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
 from multilora_engine.sequences.scheduled_sequence import ScheduledSequence
 from multilora_engine.sequences.sequence import Sequence, SequenceStatus
@@ -68,7 +68,7 @@ class World:
         self.blocks = PoisonedBlocks(num_blocks, BLOCK_SIZE, enable_prefix_caching)
         self.now_s = 0.0
         waits = PromptWaits(max_wait_s, lambda: self.now_s)
-        self.scheduler = Scheduler(self.blocks, self.loras, max_num_seqs, budget, self.pace, waits)
+        self.scheduler = Scheduler(self.blocks, self.loras.memory, max_num_seqs, budget, self.pace, waits)
         self.budget = budget
         self.runs_ahead = runs_ahead
         self.in_flight: list[ScheduledSequence] = []
@@ -113,7 +113,7 @@ class World:
 
     def replace(self, task: int) -> None:
         """Give a task id the other one of its two versions."""
-        is_old = self.loras.digest(task) == ADAPTERS[task].digest
+        is_old = self.loras.inventory.info(task).digest == ADAPTERS[task].digest
         self.loras.put(task, NEW_VERSIONS[task] if is_old else ADAPTERS[task])
 
     def step(self) -> list[ScheduledSequence]:
@@ -131,6 +131,7 @@ class World:
             step_to_read = step
         self.read(step_to_read)
         self.scheduler.check_integrity()
+        self.loras.check_integrity()
         return step
 
     def read(self, step: list[ScheduledSequence]) -> None:
@@ -159,7 +160,7 @@ class World:
         assert len({s.sequence.request.request_id for s in step}) == len(step)
         in_use = {s.sequence.adapter for s in step if s.sequence.adapter is not None}
         assert len(in_use) <= MAX_LORAS
-        assert len({self.loras.lora_index(adapter) for adapter in in_use}) == len(in_use)
+        assert len({self.loras.device.lora_index(adapter) for adapter in in_use}) == len(in_use)
         for scheduled in step:
             end = scheduled.start + scheduled.num_tokens
             assert scheduled.sequence.num_computed_tokens == end
@@ -218,7 +219,7 @@ def test_everything_that_arrives_finishes_whatever_happens(
     world.run_dry()
     assert len(world.finished) == len(arrivals)
     assert world.blocks.num_free == num_blocks
-    assert world.loras.num_pins == 0
+    assert world.loras.memory.num_pins == 0
 
 
 LONG_ARRIVAL = st.tuples(
@@ -553,7 +554,7 @@ def test_the_adapters_of_the_next_in_line_are_brought_to_the_device_while_all_pl
         world.add(4, 3, task=task)
     world.step()
     assert world.scheduler.num_running == 1
-    assert [world.loras.info(task).location for task in range(4)] == ["DEVICE"] * 3 + ["HOST"]
+    assert [world.loras.inventory.info(task).location for task in range(4)] == ["DEVICE"] * 3 + ["HOST"]
     world.run_dry()
 
 

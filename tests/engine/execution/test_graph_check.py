@@ -174,7 +174,12 @@ def _capture(engine: Engine, capture: Capture, **options: Any) -> DecodeGraphs |
     )
     with torch.inference_mode():
         return capture_graphs(
-            runner._model, runner._kv_cache, config, plan, engine._loras.tables, functools.partial(_captured, capture)
+            runner._model,
+            runner._kv_cache,
+            config,
+            plan,
+            engine._loras.device.tables,
+            functools.partial(_captured, capture),
         )
 
 
@@ -183,7 +188,7 @@ def _capture_pieces(engine: Engine, pieces: Pieces, **options: Any) -> Piecewise
     runner = engine._runner
     values = {"model_path": engine.info.model_path, "block_size": engine._blocks.block_size, **options}
     config = EngineConfig.model_validate({"max_num_seqs": MAX_NUM_SEQS} | values)
-    return capture_pieces(runner._model, runner._kv_cache, config, engine._loras.tables, pieces)
+    return capture_pieces(runner._model, runner._kv_cache, config, engine._loras.device.tables, pieces)
 
 
 def _counted(replays: list[int], run: Callable[[], None]) -> Callable[[], None]:

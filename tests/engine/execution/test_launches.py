@@ -145,7 +145,7 @@ def test_a_captured_decode_step_is_a_launch_for_its_inputs_the_graph_and_three_f
     device = make_device(monkeypatch)
     engine = make_engine(tmp_path, default_model_dir)
     runner, block_size = engine._runner, engine._blocks.block_size
-    inputs = DecodeInputs(4, 9, block_size, engine.stats.num_blocks, engine._loras.tables)
+    inputs = DecodeInputs(4, 9, block_size, engine.stats.num_blocks, engine._loras.device.tables)
 
     def forward(batch: ForwardBatch) -> torch.Tensor:
         return torch.zeros(len(batch.input_ids), VOCAB_SIZE)
@@ -181,7 +181,9 @@ def test_a_step_of_prompts_in_pieces_is_two_launches_a_layer_beside_the_graphs(
     runner = engine._runner
     device.serve(monkeypatch)
     with device:
-        runner._pieces = PiecewiseGraphs(runner._model, runner._kv_cache, engine._loras.tables, [16], _IdlePieces())
+        runner._pieces = PiecewiseGraphs(
+            runner._model, runner._kv_cache, engine._loras.device.tables, [16], _IdlePieces()
+        )
         # The first request brings its adapter to the device.
         for tasks in ((0,), (None, 0)):
             for n, task in enumerate(tasks):

@@ -59,7 +59,7 @@ def test_no_kernel_is_compiled_after_it(
     device.serve(monkeypatch)
     with device:
         runner = engine._runner
-        tables = engine._loras.tables
+        tables = engine._loras.device.tables
         warm_up(runner._model, runner._kv_cache, tables, MAX_NUM_TOKENS, MAX_NUM_SEQS, MAX_LEN, BLOCK_SIZE)
         compiled = set(device.variants)
         device.variants.clear()
@@ -82,7 +82,7 @@ def test_a_kernel_that_fails_for_some_steps_only_stops_the_load_and_is_named(
     engine = make_engine(tmp_path, default_model_dir)
     device.serve(monkeypatch)
     monkeypatch.setattr(cuda, "silu_mul", silu_mul)
-    runner, tables = engine._runner, engine._loras.tables
+    runner, tables = engine._runner, engine._loras.device.tables
     error = (
         "a step of 128 tokens in 24 sequences failed on cpu, in silu_mul: ValueError: out of resource: shared memory"
     )

@@ -32,6 +32,7 @@ from support.adapters import TINY, WireAdapter, wire_adapter
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, AdapterNotLoaded
 from multilora_engine.lora.adapter_file import write_file_atomically
 from multilora_engine.lora.adapter_state import TRANSITIONS, AdapterState, CachedAdapter, Memory, State
+from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import pack_adapter
@@ -39,7 +40,6 @@ from multilora_engine.lora.free_pages import PagePool
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.life_cycle import OnEvent, ignore_event
-from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId, TenantTaskId, label_of, scoped_task_id
 from multilora_engine.lora.page_copies import CopyPages, PageCopy
 from multilora_wire.adapter_event import AdapterEvent
@@ -96,9 +96,9 @@ def build_manager(
 
 def assert_tables_hold(manager: LoRAManager, adapter: CachedAdapter, wire: WireAdapter) -> None:
     """The tables' row of an acquired adapter addresses exactly its own matrices, and nothing else."""
-    index, tables = manager.lora_index(adapter), manager.tables
+    index, tables = manager.device.lora_index(adapter), manager.device.tables
     expected_columns = set()
-    sites = manager.layout.sites
+    sites = manager.device.layout.sites
     for (module_id, layer), (a, b) in wire.matrices.items():
         for part in sites.module_at[layer, module_id].parts:
             column, start, end = part.column, part.start, part.start + sites.site_at[part.column].out_size
@@ -256,7 +256,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def acquire(self, adapter: CachedAdapter, content: int) -> None:
         in_use = {a for a, _ in self.users}
-        if self.manager.acquire(adapter):
+        if self.manager.memory.acquire(adapter):
             self.users.append((adapter, content))
             self.pins.remove((adapter, content))
         else:
@@ -271,9 +271,9 @@ class ManagerMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject, is_finished: bool) -> None:
         adapter, content = data.draw(st.sampled_from(self.users))
         self.users.remove((adapter, content))
-        self.manager.release(adapter)
+        self.manager.memory.release(adapter)
         if is_finished:
-            self.manager.unpin(adapter)
+            self.manager.memory.unpin(adapter)
         else:
             self.pins.append((adapter, content))
 
@@ -282,7 +282,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def unpin(self, data: st.DataObject) -> None:
         adapter, content = data.draw(st.sampled_from(self.pins))
         self.pins.remove((adapter, content))
-        self.manager.unpin(adapter)
+        self.manager.memory.unpin(adapter)
 
     @rule(task=TASKS, is_held=st.booleans())
     def hold(self, task: TaskId, is_held: bool) -> None:
@@ -325,7 +325,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.request([task], 0)
         for pin in [pin for pin in self.pins if pin[0].lora_task_id == task]:
             self.pins.remove(pin)
-            self.manager.unpin(pin[0])
+            self.manager.memory.unpin(pin[0])
         was_broken = self.copies.is_broken
         self.break_copies(True)
         self.unload(task)
@@ -337,7 +337,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert adapter not in {a for a, _ in self.users}, "it was in use"
             for pin in [pin for pin in self.pins if pin[0] is adapter]:
                 self.pins.remove(pin)
-                self.manager.unpin(adapter)
+                self.manager.memory.unpin(adapter)
 
     def check_failure(self, adapter: CachedAdapter, error: Exception) -> None:
         """Whether an adapter may have failed like that."""
@@ -349,12 +349,12 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         self.manager.check_integrity()
-        described = {_task_of(info): info for info in self.manager.describe()}
+        described = {_task_of(info): info for info in self.manager.inventory.describe()}
         assert {task for task, info in described.items() if info.is_pinned} == self.held
         for task, info in described.items():
             assert info.digest == self.catalogue[self.contents[task]][1].digest
             assert info.num_pins == sum(a.lora_task_id == task and not a.state.is_retired for a in self._in_use)
-        assert self.manager.num_pins == len(self.pins) + len(self.users)
+        assert self.manager.memory.num_pins == len(self.pins) + len(self.users)
         for adapter, content in dict(self.users).items():
             assert_tables_hold(self.manager, adapter, self.catalogue[content][0])
 
@@ -375,14 +375,14 @@ class ManagerMachine(RuleBasedStateMachine):
         """Pages that no eviction can free for a new version of `task`, and those promised to adapters that wait."""
         in_use = set(self._in_use)
         counted = {adapter.lora_task_id for adapter in in_use if not adapter.state.is_retired}
-        waiting = {_task_of(info) for info in self.manager.describe() if info.bytes == 0}
+        waiting = {_task_of(info) for info in self.manager.inventory.describe() if info.bytes == 0}
         others = (self.held | waiting) - counted - {task}
         in_use_pages = sum(adapter.num_pages for adapter in in_use)
         return in_use_pages + sum(len(self.catalogue[self.contents[other]][1].pages) for other in others)
 
     def _present(self, task: TaskId) -> bool:
         try:
-            self.manager.digest(task)
+            self.manager.inventory.info(task)
         except AdapterNotFound:
             return False
         return True
@@ -507,7 +507,7 @@ class DiskMachine(ManagerMachine):
             self.workers.step(self.workers.num_tasks)
             self.poll()
         if not self._in_use and not self.held:
-            assert all(info.bytes for info in self.manager.describe()), "an adapter waits for nothing"
+            assert all(info.bytes for info in self.manager.inventory.describe()), "an adapter waits for nothing"
 
     def check_failure(self, adapter: CachedAdapter, error: Exception) -> None:
         if isinstance(error, AdapterNotFound):
@@ -522,7 +522,9 @@ class DiskMachine(ManagerMachine):
 
     def note_end_of_hold(self, adapter: CachedAdapter) -> None:
         """An adapter that failed is held no more, but a version that has replaced it may be."""
-        if not any(info.is_pinned and _task_of(info) == adapter.lora_task_id for info in self.manager.describe()):
+        if not any(
+            info.is_pinned and _task_of(info) == adapter.lora_task_id for info in self.manager.inventory.describe()
+        ):
             self.held.discard(adapter.lora_task_id)
 
     @rule(is_short=st.booleans())
@@ -575,9 +577,9 @@ class DiskMachine(ManagerMachine):
     @rule()
     def restart(self) -> None:
         for adapter, _ in self.users:
-            self.manager.release(adapter)
+            self.manager.memory.release(adapter)
         for adapter in self._in_use:
-            self.manager.unpin(adapter)
+            self.manager.memory.unpin(adapter)
         for task in self.held:
             self.manager.end_hold(task)
         self.pins, self.users, self.held = [], [], set()
@@ -590,7 +592,7 @@ class DiskMachine(ManagerMachine):
     @invariant()
     def nothing_is_lost(self) -> None:
         if not self.may_lose:
-            assert {_task_of(info) for info in self.manager.describe()} == self.contents.keys()
+            assert {_task_of(info) for info in self.manager.inventory.describe()} == self.contents.keys()
 
     def teardown(self) -> None:
         self.manager.close()
@@ -620,7 +622,7 @@ class SpanningDiskMachine(DiskMachine):
     num_host_pages = 8
 
     def can_put(self, task: TaskId, num_pages: int) -> bool:
-        is_promised = any(info.bytes == 0 for info in self.manager.describe())
+        is_promised = any(info.bytes == 0 for info in self.manager.inventory.describe())
         return not (self._in_use or self.held or is_promised)
 
     def can_pin(self, task: TaskId) -> bool:
@@ -720,7 +722,7 @@ def test_a_held_adapter_that_is_replaced_while_its_file_is_read_waits_for_the_pa
     work(manager, workers)
     assert arrived.done()
     assert replacement.state.is_filled
-    assert manager.info(0).is_pinned
+    assert manager.inventory.info(0).is_pinned
     manager.check_integrity()
     manager.close()
 
@@ -742,9 +744,9 @@ def test_an_adapter_whose_run_of_pages_an_operator_breaks_up_is_given_up_and_tol
     assert isinstance(failures[waiting], AdapterCacheFull)
     assert isinstance(waiting.arrived.exception(), AdapterCacheFull)
     assert waiting.state.memory is Memory.LOST
-    assert not manager.is_known(8)
+    assert not manager.inventory.is_known(8)
     manager.check_integrity()
-    manager.unpin(waiting)
+    manager.memory.unpin(waiting)
     assert waiting.state.memory is Memory.GONE
     manager.check_integrity()
     manager.close()
@@ -755,13 +757,13 @@ def test_the_least_recently_used_adapter_goes_first_and_only_as_many_as_needed()
     for task, content in enumerate((0, 4, 8)):
         assert len(CONTENTS[content][1].pages) == 1
         manager.put(task, CONTENTS[content][1])
-    manager.unpin(manager.pin(0))
+    manager.memory.unpin(manager.pin(0))
     manager.put(9, CONTENTS[0][1])
-    assert manager.num_cached == 3
+    assert len(manager.host) == 3
     with pytest.raises(
         AdapterNotFound, match=r"LoRA task 1 not found in cache\. Please send LoRA weights with request"
     ):
-        manager.digest(1)
+        manager.inventory.info(1)
     assert manager.stats.host.evictions == 1
 
 
@@ -769,12 +771,12 @@ def test_a_question_about_an_adapter_does_not_keep_it_longer_and_a_use_does() ->
     manager = build_manager(3, None, "refuse")
     for task, content in enumerate((0, 4, 8)):
         manager.put(task, CONTENTS[content][1])
-    manager.unpin(manager.pin(1))
-    for ask in (manager.info, manager.digest, manager.is_known, manager.save, manager.end_hold):
+    manager.memory.unpin(manager.pin(1))
+    for ask in (manager.inventory.info, manager.inventory.is_known, manager.save, manager.end_hold):
         ask(0)
-    assert [info.lora_task_id for info in manager.describe()] == [0, 2, 1]
+    assert [info.lora_task_id for info in manager.inventory.describe()] == [0, 2, 1]
     manager.put(3, CONTENTS[0][1])
-    assert not manager.is_known(0)
+    assert not manager.inventory.is_known(0)
 
 
 def test_a_full_cache_of_pinned_adapters_refuses_and_evicts_nothing() -> None:
@@ -785,7 +787,7 @@ def test_a_full_cache_of_pinned_adapters_refuses_and_evicts_nothing() -> None:
         manager.pin(task)
     with pytest.raises(AdapterCacheFull, match=r"Cache is full\. There are no done tasks to evict.* needs \d+ pages"):
         manager.put(9, CONTENTS[3][1])
-    assert manager.num_cached == 3
+    assert len(manager.host) == 3
 
 
 def test_a_replaced_adapter_serves_who_pinned_it_until_they_let_go() -> None:
@@ -794,15 +796,15 @@ def test_a_replaced_adapter_serves_who_pinned_it_until_they_let_go() -> None:
     old = manager.pin(5)
     manager.put(5, CONTENTS[4][1])
     new = manager.pin(5)
-    assert manager.acquire(old)
-    assert manager.acquire(new)
-    assert manager.lora_index(old) != manager.lora_index(new)
+    assert manager.memory.acquire(old)
+    assert manager.memory.acquire(new)
+    assert manager.device.lora_index(old) != manager.device.lora_index(new)
     assert_tables_hold(manager, old, CONTENTS[0][0])
     assert_tables_hold(manager, new, CONTENTS[4][0])
-    manager.release(old)
-    manager.unpin(old)
+    manager.memory.release(old)
+    manager.memory.unpin(old)
     manager.check_integrity()
-    assert manager.digest(5) == CONTENTS[4][1].digest
+    assert manager.inventory.info(5).digest == CONTENTS[4][1].digest
 
 
 def test_a_replaced_adapter_makes_room_for_its_next_version_before_others_do() -> None:
@@ -810,8 +812,8 @@ def test_a_replaced_adapter_makes_room_for_its_next_version_before_others_do() -
     for task, content in enumerate((0, 4)):
         manager.put(task, CONTENTS[content][1])
     manager.put(1, CONTENTS[8][1])
-    assert manager.num_cached == 2
-    assert manager.digest(0) == CONTENTS[0][1].digest
+    assert len(manager.host) == 2
+    assert manager.inventory.info(0).digest == CONTENTS[0][1].digest
 
 
 def test_an_unloaded_adapter_serves_who_pinned_it_and_nobody_else() -> None:
@@ -819,16 +821,16 @@ def test_an_unloaded_adapter_serves_who_pinned_it_and_nobody_else() -> None:
     manager.put(5, CONTENTS[0][1])
     manager.hold(5)
     adapter = manager.pin(5)
-    assert manager.acquire(adapter)
+    assert manager.memory.acquire(adapter)
     manager.unload(5)
     with pytest.raises(AdapterNotFound):
         manager.pin(5)
     with pytest.raises(AdapterNotFound):
         manager.unload(5)
-    assert manager.describe() == []
+    assert manager.inventory.describe() == []
     assert_tables_hold(manager, adapter, CONTENTS[0][0])
-    manager.release(adapter)
-    manager.unpin(adapter)
+    manager.memory.release(adapter)
+    manager.memory.unpin(adapter)
     assert manager.stats.host.bytes_used == 0
 
 
@@ -841,23 +843,23 @@ def test_an_operators_pin_keeps_an_adapter_and_the_version_that_replaces_it() ->
         manager.put(6, CONTENTS[3][1])
     manager.end_hold(5)
     manager.put(6, CONTENTS[3][1])
-    assert [info.lora_task_id for info in manager.describe()] == [6]
+    assert [info.lora_task_id for info in manager.inventory.describe()] == [6]
 
 
 def test_what_is_known_of_an_adapter_follows_its_life() -> None:
     events: list[AdapterEvent] = []
     manager = build_manager(len(CONTENTS[3][1].pages), 1, "replace", events.append)
     manager.put(5, CONTENTS[0][1], name="billing")
-    (info,) = manager.describe()
+    (info,) = manager.inventory.describe()
     assert (info.name, info.status, info.location, info.ranks) == ("billing", "DOWNLOADED", "HOST", (1,))
     assert info.bytes == TINY.page_bytes
     adapter = manager.pin(5)
-    assert manager.acquire(adapter)
-    (info,) = manager.describe()
+    assert manager.memory.acquire(adapter)
+    (info,) = manager.inventory.describe()
     assert (info.status, info.location, info.num_pins, info.num_hits) == ("READY_FOR_USE", "DEVICE", 1, 1)
     manager.put(5, CONTENTS[4][1], origin="downloaded")
-    manager.release(adapter)
-    manager.unpin(adapter)
+    manager.memory.release(adapter)
+    manager.memory.unpin(adapter)
     manager.put(6, CONTENTS[3][1])
     manager.unload(6)
     first, second, third = (CONTENTS[content][1].digest for content in (0, 4, 3))
@@ -879,9 +881,9 @@ def test_each_tier_counts_what_it_holds_and_what_happened_to_it() -> None:
         manager.put(task, CONTENTS[content][1])
     for task in (0, 1, 2, 2):
         adapter = manager.pin(task)
-        assert manager.acquire(adapter)
-        manager.release(adapter)
-        manager.unpin(adapter)
+        assert manager.memory.acquire(adapter)
+        manager.memory.release(adapter)
+        manager.memory.unpin(adapter)
     with pytest.raises(AdapterNotFound):
         manager.pin(9)
     stats = manager.stats
@@ -898,23 +900,27 @@ def test_gateways_hear_who_is_in_memory_and_at_which_level() -> None:
     manager = build_manager(6, 2, "refuse", copy_pages=copies)
     for task, (content, name) in enumerate(((0, ""), (4, "pirate"), (8, ""))):
         manager.put(task, CONTENTS[content][1], name)
-    assert [(a.name, a.level) for a in manager.residency(9).adapters] == [("2", "cpu"), ("pirate", "cpu"), ("0", "cpu")]
+    assert [(a.name, a.level) for a in manager.inventory.residency(9).adapters] == [
+        ("2", "cpu"),
+        ("pirate", "cpu"),
+        ("0", "cpu"),
+    ]
     manager.hold(0)
     adapter = manager.pin(0)
-    manager.acquire(adapter)
-    assert {a.level for a in manager.residency(9).adapters} == {"cpu"}, "its copy is under way"
+    manager.memory.acquire(adapter)
+    assert {a.level for a in manager.inventory.residency(9).adapters} == {"cpu"}, "its copy is under way"
     copies.step(1)
-    manager.acquire(adapter)
-    first, *others = manager.residency(9).adapters
+    manager.memory.acquire(adapter)
+    first, *others = manager.inventory.residency(9).adapters
     assert (first.name, first.level, first.is_pinned, first.rank) == ("0", "gpu", True, 1)
     assert [(a.name, a.level) for a in others] == [("2", "cpu"), ("pirate", "cpu")]
-    residency = manager.residency(2)
+    residency = manager.inventory.residency(2)
     assert [a.name for a in residency.adapters] == ["0", "2"]
     assert (residency.num_on_device, residency.num_in_memory, residency.max_loras) == (1, 3, MAX_LORAS)
     assert (sum(residency.activate_seconds.counts), residency.activate_seconds.total) == (1, 1.0)
     manager.unload(1)
-    assert [a.name for a in manager.residency(9).adapters] == ["0", "2"]
-    assert manager.residency(0).adapters == []
+    assert [a.name for a in manager.inventory.residency(9).adapters] == ["0", "2"]
+    assert manager.inventory.residency(0).adapters == []
 
 
 def test_a_wait_ends_when_the_adapter_becomes_usable() -> None:
@@ -922,11 +928,11 @@ def test_a_wait_ends_when_the_adapter_becomes_usable() -> None:
     for task, content in enumerate((0, 4)):
         manager.put(task, CONTENTS[content][1])
     first, second = manager.pin(0), manager.pin(1)
-    assert manager.acquire(first)
-    assert not manager.acquire(second)
-    assert not manager.acquire(second)
-    manager.release(first)
-    assert manager.acquire(second)
+    assert manager.memory.acquire(first)
+    assert not manager.memory.acquire(second)
+    assert not manager.memory.acquire(second)
+    manager.memory.release(first)
+    assert manager.memory.acquire(second)
     assert manager.stats.waits == 1
 
 
@@ -970,9 +976,9 @@ def test_bringing_adapters_to_the_device_looks_at_few_of_those_there(
 def use(manager: LoRAManager, task: TaskId) -> None:
     """What a request of few tokens does."""
     adapter = manager.pin(task)
-    assert manager.acquire(adapter)
-    manager.release(adapter)
-    manager.unpin(adapter)
+    assert manager.memory.acquire(adapter)
+    manager.memory.release(adapter)
+    manager.memory.unpin(adapter)
 
 
 def test_an_adapter_on_its_way_to_the_device_is_not_dropped_for_another_which_would_wait_for_it() -> None:
@@ -981,13 +987,13 @@ def test_an_adapter_on_its_way_to_the_device_is_not_dropped_for_another_which_wo
     for task, content in enumerate((0, 4)):
         manager.put(task, CONTENTS[content][1])
     first, second = manager.pin(0), manager.pin(1)
-    assert not manager.acquire(first)
-    assert not manager.acquire(second)
-    assert manager.info(0).status == "LOADED"
+    assert not manager.memory.acquire(first)
+    assert not manager.memory.acquire(second)
+    assert manager.inventory.info(0).status == "LOADED"
     copies.step(1)
-    assert not manager.acquire(second), "now its own copy begins"
+    assert not manager.memory.acquire(second), "now its own copy begins"
     copies.step(1)
-    assert manager.acquire(second)
+    assert manager.memory.acquire(second)
     assert_tables_hold(manager, second, CONTENTS[4][0])
 
 
@@ -996,11 +1002,11 @@ def test_a_copy_that_fails_is_told_once_leaves_nothing_and_can_be_tried_again() 
     manager = build_manager(6, 4, "refuse", copy_pages=copies)
     manager.put(5, CONTENTS[0][1])
     adapter = manager.pin(5)
-    assert not manager.acquire(adapter)
+    assert not manager.memory.acquire(adapter)
     assert manager.poll() == {}
     copies.step(1, RuntimeError("CUDA error: unspecified launch failure"))
-    assert not manager.acquire(adapter)
-    assert not manager.acquire(adapter), "not again before it is told"
+    assert not manager.memory.acquire(adapter)
+    assert not manager.memory.acquire(adapter), "not again before it is told"
     assert copies.is_idle
     assert manager.is_busy
     (error,) = manager.poll().values()
@@ -1008,10 +1014,10 @@ def test_a_copy_that_fails_is_told_once_leaves_nothing_and_can_be_tried_again() 
     assert "LoRA task 5 is cached and could not be used this time: copying it to the device failed" in str(error)
     assert manager.poll() == {}
     assert (manager.stats.device.bytes_used, manager.stats.device.failures) == (0, 1)
-    assert not manager.acquire(adapter)
-    assert not manager.acquire(adapter), "a step does not wait for a copy"
+    assert not manager.memory.acquire(adapter)
+    assert not manager.memory.acquire(adapter), "a step does not wait for a copy"
     copies.step(1)
-    assert manager.acquire(adapter)
+    assert manager.memory.acquire(adapter)
     assert_tables_hold(manager, adapter, CONTENTS[0][0])
     manager.check_integrity()
 
@@ -1033,23 +1039,23 @@ def test_while_the_disk_blocks_a_newcomer_waits_and_whoever_is_here_goes_on(tmp_
     manager, workers = disk_manager(tmp_path, num_host_pages=2)
     for task, content in enumerate((0, 4, 8)):
         manager.put(task, CONTENTS[content][1])
-    assert [manager.info(task).bytes // TINY.page_bytes for task in range(3)] == [1, 1, 0]
+    assert [manager.inventory.info(task).bytes // TINY.page_bytes for task in range(3)] == [1, 1, 0]
     present, newcomer = manager.pin(1), manager.pin(2)
     assert manager.poll() == {}
-    assert manager.acquire(present)
-    assert not manager.acquire(newcomer)
+    assert manager.memory.acquire(present)
+    assert not manager.memory.acquire(newcomer)
     assert manager.is_busy
     with pytest.raises(AdapterCacheFull, match="needs 1 pages, 0 of 2 are free and 1 evictable, 1 of them promised"):
         manager.put(3, CONTENTS[0][1])
     work(manager, workers)
-    assert manager.info(2).bytes > 0
-    assert manager.acquire(newcomer)
+    assert manager.inventory.info(2).bytes > 0
+    assert manager.memory.acquire(newcomer)
     assert_tables_hold(manager, newcomer, CONTENTS[8][0])
     assert not manager.is_busy
-    assert manager.digest(0) == CONTENTS[0][1].digest, "it is on disk"
+    assert manager.inventory.info(0).digest == CONTENTS[0][1].digest, "it is on disk"
     for adapter in (present, newcomer):
-        manager.release(adapter)
-        manager.unpin(adapter)
+        manager.memory.release(adapter)
+        manager.memory.unpin(adapter)
     manager.close()
 
 
@@ -1060,8 +1066,12 @@ def test_one_whose_file_is_written_goes_before_an_older_one_that_would_have_to_w
     manager.put(1, CONTENTS[4][1])
     manager.put(0, CONTENTS[0][1])  # the more recently used of the two
     manager.put(2, CONTENTS[8][1])
-    assert manager.info(2).bytes > 0
-    assert {info.lora_task_id: info.location for info in manager.describe()} == {0: "DISK", 1: "HOST", 2: "HOST"}
+    assert manager.inventory.info(2).bytes > 0
+    assert {info.lora_task_id: info.location for info in manager.inventory.describe()} == {
+        0: "DISK",
+        1: "HOST",
+        2: "HOST",
+    }
     manager.close()
 
 
@@ -1073,7 +1083,11 @@ def test_a_pin_that_would_keep_a_newcomer_out_for_ever_is_refused(tmp_path: Path
     with pytest.raises(AdapterCacheFull):
         manager.hold(1)
     work(manager, workers)
-    assert {info.lora_task_id: info.location for info in manager.describe()} == {0: "HOST", 1: "DISK", 2: "HOST"}
+    assert {info.lora_task_id: info.location for info in manager.inventory.describe()} == {
+        0: "HOST",
+        1: "DISK",
+        2: "HOST",
+    }
     manager.close()
 
 
@@ -1084,7 +1098,7 @@ def test_an_adapter_that_got_a_name_later_keeps_it_over_a_restart(tmp_path: Path
     manager.put(5, CONTENTS[0][1], name="billing")
     manager.close()
     again, _ = disk_manager(tmp_path, num_host_pages=2)
-    (info,) = again.describe()
+    (info,) = again.inventory.describe()
     assert (info.name, info.location) == ("billing", "DISK")
     again.close()
 
@@ -1100,7 +1114,7 @@ def test_an_adapter_with_a_row_of_dora_is_told_from_others_in_every_tier(tmp_pat
     told: list[tuple[str, bool]] = []
 
     def tell() -> None:
-        (info,) = (info for info in manager.describe() if info.lora_task_id == 5)
+        (info,) = (info for info in manager.inventory.describe() if info.lora_task_id == 5)
         told.append((info.location, info.is_dora))
 
     manager, workers = disk_manager(tmp_path, num_host_pages=len(packed.pages))
@@ -1115,9 +1129,9 @@ def test_an_adapter_with_a_row_of_dora_is_told_from_others_in_every_tier(tmp_pat
     tell()
     adapter = manager.pin(5)
     work(manager, workers)
-    assert manager.acquire(adapter)
+    assert manager.memory.acquire(adapter)
     tell()
-    manager.release(adapter)
+    manager.memory.release(adapter)
     manager.close()
     assert told == [("HOST", is_dora), ("DISK", is_dora), ("DISK", is_dora), ("DEVICE", is_dora)]
 
@@ -1144,7 +1158,7 @@ def test_what_cannot_be_kept_says_so_and_stays_in_memory(tmp_path: Path) -> None
     assert kept is not None
     with pytest.raises(OSError, match=r"bytes are more than lora_cache_disk_bytes \(1000\)"):
         kept.result(timeout=60)
-    assert manager.digest(1) == CONTENTS[1][1].digest
+    assert manager.inventory.info(1).digest == CONTENTS[1][1].digest
     manager.close()
 
 
@@ -1223,14 +1237,14 @@ def test_a_request_for_one_on_disk_waits_while_requests_hold_all_of_the_memory(t
         work(manager, workers)
     first, second = manager.pin(1), manager.pin(0)
     work(manager, workers)
-    assert manager.acquire(first)
-    assert not manager.acquire(second)
-    manager.release(first)
-    manager.unpin(first)
+    assert manager.memory.acquire(first)
+    assert not manager.memory.acquire(second)
+    manager.memory.release(first)
+    manager.memory.unpin(first)
     manager.poll()
     work(manager, workers)
-    assert manager.acquire(second)
+    assert manager.memory.acquire(second)
     assert_tables_hold(manager, second, CONTENTS[0][0])
-    manager.release(second)
-    manager.unpin(second)
+    manager.memory.release(second)
+    manager.memory.unpin(second)
     manager.close()

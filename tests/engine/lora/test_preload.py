@@ -13,10 +13,10 @@ import torch
 from support.adapters import TINY, WireAdapter, wire_adapter
 
 from multilora_engine.errors import ConfigError
+from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
-from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.preload import preload_adapters
 from multilora_wire.adapter_origin import AdaptedLinear, AdapterOrigin
 
@@ -48,7 +48,9 @@ def test_numbered_folders_become_adapters(tmp_path: Path, dtype: torch.dtype) ->
     wires = {task: write_folder(tmp_path / str(task), task % 97, dtype) for task in (0, 12, BIG_ID)}
     manager = build_manager()
     preload_adapters(tmp_path, manager, TINY)
-    assert {info.lora_task_id: info.digest for info in manager.describe()} == {t: digest(w) for t, w in wires.items()}
+    assert {info.lora_task_id: info.digest for info in manager.inventory.describe()} == {
+        t: digest(w) for t, w in wires.items()
+    }
 
 
 def test_the_origin_that_our_converter_writes_beside_the_pair_is_read(tmp_path: Path) -> None:
@@ -56,7 +58,7 @@ def test_the_origin_that_our_converter_writes_beside_the_pair_is_read(tmp_path: 
     _origin(tmp_path / "7")
     manager = build_manager()
     preload_adapters(tmp_path, manager, TINY)
-    assert manager.digest(7) == digest(wire)
+    assert manager.inventory.info(7).digest == digest(wire)
 
 
 def test_old_artefacts_are_read(tmp_path: Path) -> None:
@@ -66,7 +68,7 @@ def test_old_artefacts_are_read(tmp_path: Path) -> None:
     (tmp_path / "7" / "model.lora_config.npy").unlink()
     manager = build_manager()
     preload_adapters(tmp_path, manager, TINY)
-    assert manager.digest(7) == digest(wire)
+    assert manager.inventory.info(7).digest == digest(wire)
 
 
 def _pickle(folder: Path) -> None:
@@ -186,7 +188,7 @@ def test_a_broken_folder_is_reported_and_skipped(
     damage(directory / "3")
     manager = build_manager()
     preload_adapters(directory, manager, TINY)
-    assert [(info.lora_task_id, info.digest) for info in manager.describe()] == [(5, digest(good))]
+    assert [(info.lora_task_id, info.digest) for info in manager.inventory.describe()] == [(5, digest(good))]
     (error,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert "3 is skipped" in error
     assert reason in error
@@ -197,7 +199,7 @@ def test_a_name_that_is_no_task_id_is_reported(tmp_path: Path, caplog: pytest.Lo
     write_folder(tmp_path / name)
     manager = build_manager()
     preload_adapters(tmp_path, manager, TINY)
-    assert manager.describe() == []
+    assert manager.inventory.describe() == []
     assert f"{name} is ignored: its name is not a task id" in caplog.text
 
 
@@ -206,7 +208,7 @@ def test_two_folders_of_one_id_are_reported(tmp_path: Path, caplog: pytest.LogCa
     write_folder(tmp_path / "7", seed=2)
     manager = build_manager()
     preload_adapters(tmp_path, manager, TINY)
-    assert manager.digest(7) == digest(first)
+    assert manager.inventory.info(7).digest == digest(first)
     assert "7 is skipped: another folder has the same task id" in caplog.text
 
 
@@ -215,7 +217,7 @@ def test_what_does_not_fit_is_left_out_and_pushes_nothing_out(tmp_path: Path, ca
         write_folder(tmp_path / str(task), seed=task)
     manager = build_manager(num_pages=2)
     preload_adapters(tmp_path, manager, TINY)
-    assert [info.lora_task_id for info in manager.describe()] == [0, 1]
+    assert [info.lora_task_id for info in manager.inventory.describe()] == [0, 1]
     assert "no room for 2 of its adapters, from 2 on" in caplog.text
 
 

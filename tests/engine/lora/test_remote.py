@@ -30,11 +30,11 @@ from multilora_engine.errors import (
     SourceUnavailable,
 )
 from multilora_engine.lora.adapter_events import EventLog
+from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import PackedAdapter
-from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters
 from multilora_engine.lora.sources.fetcher import FetchedAdapter
@@ -92,7 +92,7 @@ def test_an_adapter_is_fetched_once_for_all_who_wait() -> None:
     world.fetcher.begin().set_result(FetchedAdapter(packed(1), "x"))
     assert list(world.remote.poll()) == [first]
     assert (first.is_done, first.error) == (True, None)
-    (info,) = world.loras.describe()
+    (info,) = world.loras.inventory.describe()
     assert (info.name, info.digest, info.location) == ("x", packed(1).digest, "HOST")
     assert not world.remote.is_busy
     assert world.remote.stats.copies == 1
@@ -107,11 +107,11 @@ def test_what_is_at_a_path_is_fetched_apart_and_takes_the_name_it_was_asked_for_
     assert world.remote.fetch(key("x"), path="/there") is there
     world.fetcher.begin().set_result(FetchedAdapter(packed(2), ""))
     assert list(world.remote.poll()) == [there]
-    (info,) = world.loras.describe()
+    (info,) = world.loras.inventory.describe()
     assert (info.name, info.digest) == ("x", packed(2).digest)
     assert list(world.remote.poll()) == [named], "it is known now"
     named_future.set_result(FetchedAdapter(packed(1), "x"))
-    assert world.loras.info(task_id_of("x")).digest == packed(2).digest
+    assert world.loras.inventory.info(task_id_of("x")).digest == packed(2).digest
 
 
 @pytest.mark.parametrize("on_conflict", ["refuse", "replace"])
@@ -124,7 +124,7 @@ def test_another_version_at_a_path_follows_lora_on_conflict(on_conflict: str) ->
     assert list(world.remote.poll()) == [fetch]
     is_refused = on_conflict == "refuse"
     assert isinstance(fetch.error, AdapterConflict) == is_refused
-    assert world.loras.info(task_id_of("x")).digest == packed(1 if is_refused else 2).digest
+    assert world.loras.inventory.info(task_id_of("x")).digest == packed(1 if is_refused else 2).digest
     assert world.remote.stats.failures == 0
 
 
@@ -154,7 +154,7 @@ def test_a_fetch_that_has_begun_is_kept_for_the_next_who_asks() -> None:
     world.remote.give_up(fetch)
     future.set_result(FetchedAdapter(packed(1), "x"))
     assert list(world.remote.poll()) == [fetch]
-    assert world.loras.is_known(task_id_of("x"))
+    assert world.loras.inventory.is_known(task_id_of("x"))
 
 
 def test_an_upload_meanwhile_wins_over_the_source() -> None:
@@ -166,7 +166,7 @@ def test_an_upload_meanwhile_wins_over_the_source() -> None:
     assert fetch.error is None
     future.set_result(FetchedAdapter(packed(1), "x"))
     assert list(world.remote.poll()) == []
-    assert world.loras.digest(task_id_of("x")) == packed(2).digest
+    assert world.loras.inventory.info(task_id_of("x")).digest == packed(2).digest
 
 
 def test_an_upload_that_is_gone_again_leaves_the_fetch_under_way() -> None:
@@ -177,7 +177,7 @@ def test_an_upload_that_is_gone_again_leaves_the_fetch_under_way() -> None:
     assert list(world.remote.poll()) == []
     world.fetcher.begin().set_result(FetchedAdapter(packed(1), "x"))
     assert list(world.remote.poll()) == [fetch]
-    assert world.loras.digest(task_id_of("x")) == packed(1).digest
+    assert world.loras.inventory.info(task_id_of("x")).digest == packed(1).digest
 
 
 def test_a_step_looks_at_no_fetch_that_is_still_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,9 +278,12 @@ class RemoteMachine(RuleBasedStateMachine):
         self.world.remote.check_integrity()
         self.world.loras.check_integrity()
         for name in NAMES:
-            known = self.world.loras.is_known(task_id_of(name))
+            known = self.world.loras.inventory.is_known(task_id_of(name))
             assert known == (name in self.present)
-            assert not known or self.world.loras.digest(task_id_of(name)) == VERSIONS[self.present[name]].digest
+            assert (
+                not known
+                or self.world.loras.inventory.info(task_id_of(name)).digest == VERSIONS[self.present[name]].digest
+            )
         assert len({fetch for waiting in self.waiting.values() for fetch in waiting}) <= len(NAMES)
         assert all(len(waiting) <= 1 for waiting in self.waiting.values()), "an adapter is fetched twice at once"
 
@@ -376,7 +379,7 @@ def test_requests_for_an_uncached_adapter_wait_for_its_source_and_then_answer_as
         assert answer.token_ids == expected
         assert answer.token_ids != oracle.logits(None, PROMPT, answer.token_ids).argmax(dim=-1).tolist()
         assert answer.final is not None
-        assert answer.final.lora_digest == engine.loras.digest(task_id_of(name))
+        assert answer.final.lora_digest == engine.loras.inventory.info(task_id_of(name)).digest
 
 
 def test_an_adapter_that_no_source_has_is_not_found_in_the_words_of_who_asked(engine: Engine) -> None:

@@ -15,13 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.adapters import SPANNING, WireAdapter, wire_adapter
 
 from multilora_engine.errors import AdapterCacheFull
+from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.device_tier import DeviceTier, TableRows
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import TORCH_DTYPES, pack_adapter
 from multilora_engine.lora.free_pages import PagePool
 from multilora_engine.lora.host_tier import CachedAdapter, HostTier
 from multilora_engine.lora.layout import PackedAdapter, page_shape
-from multilora_engine.lora.manager import LoRAManager
 from multilora_kernels import LoRATables, lora_segments, reference
 from multilora_wire.layout import AdapterLayout, PageShape, num_values
 from multilora_wire.sites import AdapterSite, ModelSites, SitePart, WireModule, decoder_sites
@@ -180,7 +180,7 @@ class TiersMachine(RuleBasedStateMachine):
         try:
             self.manager.put(task, CONTENTS[content][1])
         except AdapterCacheFull:
-            is_promised = any(info.bytes == 0 and info.location == "HOST" for info in self.manager.describe())
+            is_promised = any(info.bytes == 0 and info.location == "HOST" for info in self.manager.inventory.describe())
             assert self.pins or self.users or self.held or is_promised, "refused though nothing is in use"
             return
         self.contents[task] = content
@@ -200,9 +200,9 @@ class TiersMachine(RuleBasedStateMachine):
             assert self.held, "given up though all requests end"
             for pin in [pin for pin in self.pins if pin[0] is adapter]:
                 self.pins.remove(pin)
-                self.manager.unpin(adapter)
+                self.manager.memory.unpin(adapter)
         for adapter, content in list(self.pins):
-            if self.manager.acquire(adapter):
+            if self.manager.memory.acquire(adapter):
                 self.pins.remove((adapter, content))
                 self.users.append((adapter, content))
 
@@ -210,8 +210,8 @@ class TiersMachine(RuleBasedStateMachine):
     def finish(self, data: st.DataObject) -> None:
         if self.users:
             adapter, _ = self.users.pop(data.draw(st.integers(0, len(self.users) - 1)))
-            self.manager.release(adapter)
-            self.manager.unpin(adapter)
+            self.manager.memory.release(adapter)
+            self.manager.memory.unpin(adapter)
 
     @rule(task=st.integers(0, 11), is_held=st.booleans())
     def hold(self, task: int, is_held: bool) -> None:
@@ -229,7 +229,7 @@ class TiersMachine(RuleBasedStateMachine):
             self.assert_weights(adapter, content)
 
     def assert_weights(self, adapter: CachedAdapter, content: int) -> None:
-        index, tables = self.manager.lora_index(adapter), self.manager.tables
+        index, tables = self.manager.device.lora_index(adapter), self.manager.device.tables
         for (module_id, layer), (a, b) in CONTENTS[content][0].matrices.items():
             for part in SPANNING.sites.module_at[layer, module_id].parts:
                 end = part.start + SPANNING.sites.site_at[part.column].out_size
@@ -252,8 +252,8 @@ class TiersMachine(RuleBasedStateMachine):
             num_waiting = len(self.pins)
             while self.users:
                 adapter, _ = self.users.pop()
-                self.manager.release(adapter)
-                self.manager.unpin(adapter)
+                self.manager.memory.release(adapter)
+                self.manager.memory.unpin(adapter)
             self.settle()
             assert self.users or len(self.pins) < num_waiting or not self.pins, "they wait for nothing"
         for task in self.contents:
@@ -262,8 +262,8 @@ class TiersMachine(RuleBasedStateMachine):
             assert len(self.users) == 1, "an adapter cannot be used"
             self.sound()
             adapter, _ = self.users.pop()
-            self.manager.release(adapter)
-            self.manager.unpin(adapter)
+            self.manager.memory.release(adapter)
+            self.manager.memory.unpin(adapter)
         self.manager.close()
         self._directory.cleanup()
 
@@ -289,7 +289,7 @@ def torn(tmp_path: Path) -> LoRAManager:
     for task in range(6):
         manager.put(task, CONTENTS[int(task == 0)][1])
         manager.poll()
-    assert [manager.info(task).location for task in range(6)] == ["DISK", *["HOST"] * 5]
+    assert [manager.inventory.info(task).location for task in range(6)] == ["DISK", *["HOST"] * 5]
     return manager
 
 
@@ -297,7 +297,7 @@ def holders_of_pages(manager: LoRAManager, *pages: int) -> list[int]:
     """The tasks whose adapters have these pages, each one."""
     pinned = {task: manager.pin(task) for task in range(1, 6)}
     for adapter in pinned.values():
-        manager.unpin(adapter)
+        manager.memory.unpin(adapter)
     return [task for page in pages for task, adapter in pinned.items() if adapter.pages == [page]]
 
 
@@ -309,7 +309,7 @@ def test_an_adapter_for_whose_runs_held_ones_leave_no_room_is_refused(torn: LoRA
     torn.end_hold(holders_of_pages(torn, 3)[0])
     adapter = torn.pin(0)
     torn.poll()
-    assert torn.acquire(adapter)
+    assert torn.memory.acquire(adapter)
 
 
 def test_an_adapter_that_would_wait_for_ever_is_given_up_and_its_file_stays(torn: LoRAManager) -> None:
@@ -322,10 +322,10 @@ def test_an_adapter_that_would_wait_for_ever_is_given_up_and_its_file_stays(torn
     assert adapter is waiting
     assert isinstance(error, AdapterCacheFull)
     for adapter in [waiting, *others]:
-        torn.unpin(adapter)
+        torn.memory.unpin(adapter)
     torn.check_integrity()
     for task in holders:
         torn.end_hold(task)
     adapter = torn.pin(0)
     torn.poll()
-    assert torn.acquire(adapter)
+    assert torn.memory.acquire(adapter)

@@ -326,13 +326,13 @@ def test_an_adapter_may_go_by_its_name_alone(front: GenerationFront, engine: Fak
     for response in (first, later, by_id):
         assert response.arrays["lora_task_id_out"].tolist() == [[task_id_of("acme/pirate")]]
         assert response.arrays["lora_digest"].item() != b""
-    assert [info.name for info in engine.loras.describe()] == ["acme/pirate"]
+    assert [info.name for info in engine.loras.inventory.describe()] == ["acme/pirate"]
 
 
 def test_an_upload_may_go_by_a_name_alone(front: GenerationFront, engine: FakeEngine) -> None:
     (response,) = ask(front, {**ADAPTER, "lora_name": [["pirate"]]})
     assert response.arrays["lora_task_id_out"].tolist() == [[task_id_of("pirate")]]
-    assert [info.name for info in engine.loras.describe()] == ["pirate"]
+    assert [info.name for info in engine.loras.inventory.describe()] == ["pirate"]
 
 
 def test_a_name_nobody_has_sent_is_not_found_and_named(front: GenerationFront) -> None:

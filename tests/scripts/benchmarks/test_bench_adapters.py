@@ -50,7 +50,7 @@ def test_an_engine_holds_its_adapters_and_answers_all_requests(bench: Bench) -> 
 
 def test_what_does_not_fit_in_memory_is_on_disk(bench: Bench) -> None:
     with bench.engine(max_loras=4, num_adapters=8, num_in_memory=4) as engine:
-        assert any(info.location == "DISK" for info in engine.loras.describe())
+        assert any(info.location == "DISK" for info in engine.loras.inventory.describe())
         hits = engine.loras.stats.disk.hits
         bench.serve(engine, [bench.request(task, 5, 3) for task in range(8)], num_clients=4)
         assert engine.loras.stats.disk.hits > hits
