@@ -1,10 +1,13 @@
-"""Tables of a document that a command writes: the lines between `<!-- NAME: begin -->` and `<!-- NAME: end -->`."""
+"""Tables of results: on the console, and in a document between `<!-- NAME: begin -->` and `<!-- NAME: end -->`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
+
+from rich.markup import escape
+from rich.table import Column, Table
 
 
 def read_table(document: Path, name: str) -> str:
@@ -28,15 +31,32 @@ def write_table(document: Path, name: str, table: str, source: str = "") -> None
     document.write_text(_block(name).sub(lambda _: block, document.read_text()))
 
 
-def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of texts in the first column, and of numbers in all others."""
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Container[int] | None = None) -> str:
+    """A table for a document. numbers: the places of the columns of numbers; all but the first by default."""
+    is_number = [place > 0 if numbers is None else place in numbers for place in range(len(columns))]
+    lines = [columns, ["---:" if each else "---" for each in is_number], *rows]
+    return "".join("|" + "".join(f" {_plain(cell)} |" if cell else " |" for cell in cells) + "\n" for cells in lines)
+
+
+def console_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", numbers: Container[int] = ()
+) -> Table:
+    """The same for the console."""
+    headings = [Column(name, justify="right" if i in numbers else "left") for i, name in enumerate(columns)]
+    table = Table(*headings, title=title or None)
+    for cells in rows:
+        table.add_row(*map(escape, cells))
+    return table
 
 
 def figure(value: float) -> str:
     """Three digits, and no exponent: `0.798`, `19.5`, `2,003`."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _plain(cell: str) -> str:
+    """The text of a cell in one line, with the escapes that it needs."""
+    return " ".join(cell.replace("|", "\\|").split())
 
 
 def _cells(line: str) -> list[str]:

@@ -19,6 +19,7 @@ from repository import REPOSITORY
 EPILOG = "Commands that write such a table draw its plot with it. A test holds the plots to the tables."
 
 DOCS = REPOSITORY / "docs"
+PERFORMANCE = DOCS / "performance.md"
 IMAGES = DOCS / "images"
 
 _COLOURS = {

@@ -16,12 +16,8 @@ from repository import REPOSITORY
 _INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512_BF16", "avx512f": "AVX-512", "avx2": "AVX2"}
 """Processor flags that the speed depends on, and their usual names."""
 
-
 _FOLDERS = ("--output", "--folder", "--environments")
 """Options of our commands whose value is a folder for their files."""
-
-_FILES = ("--gguf",)
-"""Options whose value is a file that the figures depend on; where it lies they do not."""
 
 
 def measured_source() -> str:
@@ -35,17 +31,13 @@ def measured_source() -> str:
 def command_source() -> str:
     """A sentence for figures that follow from the code by arithmetic: the command that this process was started by.
 
-    It leaves out the folders in which this machine keeps files: no figure depends on them. Of files it has the names.
+    It leaves out the folders in which this machine keeps files: no figure depends on them.
     """
     program, *arguments = sys.argv
     for option in _FOLDERS:
         while option in arguments:
             place = arguments.index(option)
             del arguments[place : place + 2]
-    for option in _FILES:
-        if option in arguments:
-            place = arguments.index(option) + 1
-            arguments[place] = Path(arguments[place]).name
     return f"By `{' '.join([program, *map(shlex.quote, arguments)])}`."
 
 

@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -27,35 +26,11 @@ from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_wire.layout import AdapterLayout, num_values
 
 RANKS = (8, 16, 32, 64)
-
-
 PLACES = 16
 """`max_loras` of the engines that measure the device tier; as many clients keep it busy."""
-
-
 _VOCABULARY = 4096
-
-
 _MAX_LEN = 512
-
-
 WARM_UP_TOKENS = 4
-
-
-@dataclass
-class Timing:
-    """The times of one request: when it was accepted, and when each of its tokens came; seconds."""
-
-    accepted: float
-    tokens: list[float]
-
-    @property
-    def first_token_s(self) -> float:
-        return self.tokens[0] - self.accepted
-
-    @property
-    def pauses_s(self) -> list[float]:
-        return [later - earlier for earlier, later in itertools.pairwise(self.tokens)]
 
 
 def random_wire(layout: AdapterLayout, rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,32 +134,32 @@ class Bench:
         requests: Iterable[GenerationRequest],
         num_clients: int,
         after_step: Callable[[Sequence[str]], None] = lambda ended: None,
-    ) -> list[Timing]:
-        """Have all requests answered, `num_clients` of them at any time.
+    ) -> list[list[float]]:
+        """Have all requests answered, `num_clients` of them at any time; the times at which each request's tokens came.
 
         A request that ends is followed by another. after_step: is told the ids of the requests that a step ended.
         """
         waiting = iter(requests)
-        timings: dict[str, Timing] = {}
+        times: dict[str, list[float]] = {}
         num_ended = 0
 
         def submit(request: GenerationRequest) -> None:
-            timings[request.request_id] = Timing(time.perf_counter(), [])
+            times[request.request_id] = []
             engine.add_request(request)
 
         for request in itertools.islice(waiting, num_clients):
             submit(request)
-        while num_ended < len(timings):
+        while num_ended < len(times):
             outputs = engine.step()
             ended = [output.request_id for output in outputs if output.is_final]
             num_ended += len(ended)
             after_step(ended)
             for output in outputs:
-                timings[output.request_id].tokens += [time.perf_counter()] * len(output.token_ids)
+                times[output.request_id] += [time.perf_counter()] * len(output.token_ids)
                 if output.is_final and (following := next(waiting, None)) is not None:
                     submit(following)
         settle(engine)
-        return list(timings.values())
+        return list(times.values())
 
 
 def settle(engine: Engine) -> None:

@@ -3,21 +3,21 @@
 memory       bytes an adapter takes in its tiers over parameters x their size; default model, all linear layers
 way in       packing and inserting one, in GB/s, beside a plain copy of the same bytes
 first token  of a request alone: its adapter was just used, has lost its place in the device tier, is on disk, or comes
-             along (and is written to disk behind the request's back)
+             along (and is written to disk after the answer)
 throughput   answers of adapters drawn from 5 .. 2000 by Zipf's law, all in memory. A request draws its rank first, so
              that every setting has the same ranks in its batches; the popular adapters alone would not.
              "mixed": 32 clients draw freely. Of 2000 adapters a step then uses many more than of 5, and has to read
              them, which is work that no server can save: the bytes of the adapters in a step are shown. "alike": 4
              clients, each with a rank of its own, so that every step uses 4 adapters and the same bytes, of however
              many there are; what differs then is what their number itself costs
-thrash       twice the adapters that memory holds, the other half on disk, against as many as it holds: on a CPU host
-             and device tier are the same pages, so what a GPU fetches from host memory comes from disk here
 pauses       time between the tokens of a running batch while others' adapters come in: each step's end brings an upload
              that evicts another; or one after the other is fetched from a directory and packed; or is read from disk
 
 All but memory and way in use an engine in this process on a CPU, where host and device tier are the same pages and the
 device tier has `max_loras` places, with a model of random weights. What is compared runs in turn, round after round,
 so that other load on the machine meets all contestants; medians are reported.
+
+A part is a function of a `Setting` that returns rows, an entry of `PARTS`, and a line above.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Annotated
 
 import torch
@@ -38,18 +37,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.adapter_bench import (
-    PLACES,
-    RANKS,
-    WARM_UP_TOKENS,
-    Bench,
-    random_wire,
-    settle,
-)
-from benchmarks.bench_rows import TABLE_WIDTH, Row, render, threads_title, write_results
-from benchmarks.engine_tables import PAGE, measures_table
+from benchmarks.adapter_bench import PLACES, RANKS, WARM_UP_TOKENS, Bench, random_wire, settle
 from benchmarks.machine_limits import seconds_of
-from benchmarks.percentiles import p99
+from benchmarks.results import Row, at_least, at_most, measures_table, p99, report, threads_title
 from checkpoints.prepare_default_model import ensure_default_checkpoint
 from marked_tables import write_table
 from multilora_engine.engine.engine import Engine
@@ -61,10 +51,23 @@ from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.request import GenerationRequest
 from multilora_wire.layout import AdapterLayout, num_values
-from plots import write_plots
+from plots import PERFORMANCE, write_plots
 from sources import measured_source
 
 POPULATIONS = (5, 100, 1000, 2000)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a part measures. model: the checkpoint whose adapters are packed. bench: makes engines and requests.
+
+    rounds: repetitions of everything that is compared. num_requests: of one measurement of throughput.
+    """
+
+    model: Path
+    bench: Bench
+    rounds: int
+    num_requests: int
 
 
 def num_parameters(layout: AdapterLayout, rank: int) -> int:
@@ -72,21 +75,20 @@ def num_parameters(layout: AdapterLayout, rank: int) -> int:
     return sum(num_values(module, rank) for module in layout.sites.plain_modules)
 
 
-def memory_rows(model: Path) -> list[Row]:
+def memory_rows(setting: Setting) -> list[Row]:
     """Bytes in a tier over bytes of parameters."""
     rows = []
     for dtype, rank in itertools.product(("float32", "bfloat16"), (8, 16, 64)):
-        layout = checkpoint_layout(model, 64, dtype)
+        layout = checkpoint_layout(setting.model, 64, dtype)
         packed = pack_adapter(*random_wire(layout, rank, 0), layout)
         value = packed.pages.nbytes / (num_parameters(layout, rank) * layout.itemsize)
-        goal = "<= 1.05" if rank == 16 else ""
-        rows.append(Row(f"memory, {dtype}: rank {rank}", value, "x parameters", goal, value <= 1.05 if goal else None))
+        rows.append(at_most(f"memory, {dtype}: rank {rank}", value, "x parameters", 1.05 if rank == 16 else None))
     return rows
 
 
-def way_in_rows(model: Path, rounds: int) -> list[Row]:
+def way_in_rows(setting: Setting) -> list[Row]:
     """GB/s of packed bytes for pack, insert and a plain copy; more bytes than the caches hold, in turn."""
-    layout = checkpoint_layout(model, 64, "float32")
+    layout = checkpoint_layout(setting.model, 64, "float32")
     wires = [random_wire(layout, 16, seed) for seed in range(4)]
     packed = [pack_adapter(*wire, layout) for wire in wires]
     target = torch.empty_like(packed[0].pages)
@@ -94,7 +96,7 @@ def way_in_rows(model: Path, rounds: int) -> list[Row]:
     tier.pool.storage.zero_()  # or the operating system would first have to find the memory
     loras = LoRAManager(tier, DeviceTier(layout, tier.pool, tier.pool, max_loras=1), "refuse")
     seconds: dict[str, list[float]] = {"plain copy": [], "pack": [], "insert": []}
-    for i in range(rounds):
+    for i in range(4 * setting.rounds):
         chosen = i % len(wires)
         seconds["plain copy"].append(seconds_of(lambda: target.copy_(packed[chosen].pages)))  # noqa: B023 - called here
         seconds["pack"].append(seconds_of(lambda: pack_adapter(*wires[chosen], layout)))  # noqa: B023
@@ -106,13 +108,13 @@ def way_in_rows(model: Path, rounds: int) -> list[Row]:
     return [*rows, Row("way in: pack and insert, of a plain copy's speed", share, "x")]
 
 
-def first_token_rows(bench: Bench, rounds: int) -> list[Row]:
+def first_token_rows(setting: Setting) -> list[Row]:
     """Requests one at a time, in turn: one from disk, the same again, one whose place was lost, and a new version.
 
     Memory holds half of the adapters. Asked for one after the other, each has left it when its turn comes again; the
     adapter that was asked for `2 * PLACES` turns ago is still there, but not in its place.
     """
-    seconds: dict[str, list[float]] = {"in its place": [], "place lost": [], "from disk": [], "comes along": []}
+    bench, seconds = setting.bench, dict[str, list[float]]()
     num_adapters = 8 * PLACES
     with bench.engine(max_loras=PLACES, num_adapters=num_adapters, num_in_memory=num_adapters // 2) as engine:
 
@@ -121,10 +123,10 @@ def first_token_rows(bench: Bench, rounds: int) -> list[Row]:
             started = time.perf_counter()
             if version is not None:
                 engine.put_adapter(task, bench.adapter(task, version))
-            (timing,) = bench.serve(engine, [request], 1)
-            seconds[kind].append(timing.tokens[0] - started)
+            (times,) = bench.serve(engine, [request], 1)
+            seconds.setdefault(kind, []).append(times[0] - started)
 
-        for i in range(32 * rounds):
+        for i in range(32 * setting.rounds):
             task = i % num_adapters
             ask("from disk", task)
             ask("in its place", task)
@@ -145,12 +147,13 @@ class Run:
     bytes_per_step: float
 
 
-def throughput_rows(bench: Bench, rounds: int, num_requests: int) -> list[Row]:
+def throughput_rows(setting: Setting) -> list[Row]:
     """Tokens per second of each population, in turn; answers of 16 tokens to prompts of 16."""
+    bench = setting.bench
     runs: dict[tuple[str, int], list[Run]] = {(kind, n): [] for kind in ("mixed", "alike") for n in POPULATIONS}
     with bench.engine(max_loras=32, num_adapters=max(POPULATIONS)) as engine:
-        for kind, population in itertools.chain.from_iterable(itertools.repeat(runs, rounds)):
-            runs[kind, population].append(throughput_run(bench, engine, kind, population, num_requests))
+        for kind, population in itertools.chain.from_iterable(itertools.repeat(runs, setting.rounds)):
+            runs[kind, population].append(throughput_run(bench, engine, kind, population, setting.num_requests))
     rows = []
     for (kind, population), of_population in runs.items():
         what = f"{kind}: {population} adapters"
@@ -161,7 +164,7 @@ def throughput_rows(bench: Bench, rounds: int, num_requests: int) -> list[Row]:
     for kind in ("mixed", "alike"):
         pairs = zip(runs[kind, 5], runs[kind, 2000], strict=True)
         ratio = statistics.median(most.tokens_per_s / least.tokens_per_s for least, most in pairs)
-        rows.append(Row(f"throughput, {kind}: 2000 against 5", ratio, "x", ">= 0.95", ratio >= 0.95))
+        rows.append(at_least(f"throughput, {kind}: 2000 against 5", ratio, "x", 0.95))
     return rows
 
 
@@ -189,28 +192,9 @@ def throughput_run(bench: Bench, engine: Engine, kind: str, population: int, num
     return Run(num_requests * 16 / seconds, statistics.median(step_bytes))
 
 
-def thrash_rows(bench: Bench, rounds: int) -> list[Row]:
-    """Median time to the first token, adapters drawn evenly from as many as fit and from twice as many, in turn."""
-    medians: dict[int, list[float]] = {PLACES: [], 2 * PLACES: []}
-    random = Random(1)
-    with bench.engine(max_loras=PLACES, num_adapters=2 * PLACES, num_in_memory=PLACES) as engine:
-        for num_adapters in itertools.chain.from_iterable(itertools.repeat(medians, rounds)):
-            tasks = list(range(num_adapters))
-            bench.serve(engine, [bench.request(task, 8, 1) for task in tasks], PLACES)
-            requests = [bench.request(random.choice(tasks), 16, 16) for _ in range(8 * PLACES)]
-            timings = bench.serve(engine, requests, PLACES)
-            medians[num_adapters].append(statistics.median(timing.first_token_s for timing in timings))
-    ratio = statistics.median(twice / fit for fit, twice in zip(*medians.values(), strict=True))
-    return [
-        Row("thrash: first token, adapters fit", statistics.median(medians[PLACES]) * 1e3, "ms"),
-        Row("thrash: first token, half on disk", statistics.median(medians[2 * PLACES]) * 1e3, "ms"),
-        Row("thrash: half on disk against fit", ratio, "x", "<= 3", ratio <= 3),
-    ]
-
-
-def pause_rows(bench: Bench, rounds: int) -> list[Row]:
+def pause_rows(setting: Setting) -> list[Row]:
     """p99 of the time between tokens, quiet and while adapters come in, in turn."""
-    num_adapters = 4 * PLACES
+    bench, rounds, num_adapters = setting.bench, setting.rounds, 4 * PLACES
     fetched = range(num_adapters, num_adapters + 2 * len(RANKS))
     with bench.engine(PLACES, num_adapters, source=bench.save_source(fetched)) as engine:
         new_tasks, fetches = itertools.count(fetched.stop), itertools.cycle(fetched)
@@ -247,17 +231,27 @@ def compare_pauses(
             engine.put_adapter(task, bench.adapter(task))
         settle(engine)
         requests = [bench.request(task, 16, 64) for task in range(PLACES)]
-        for timing in bench.serve(engine, requests, PLACES, disturbances.get(name, lambda ended: None)):
-            pauses[name] += timing.pauses_s[WARM_UP_TOKENS:]
+        for times in bench.serve(engine, requests, PLACES, disturbances.get(name, lambda ended: None)):
+            pauses[name] += [later - earlier for earlier, later in itertools.pairwise(times)][WARM_UP_TOKENS:]
     rows = []
     for name, values in pauses.items():
         when = f"without {' and '.join(disturbances)}" if name == "quiet" else f"with {name}"
         rows.append(Row(f"pauses, {when}: median", statistics.median(values) * 1e3, "ms"))
         rows.append(Row(f"pauses, {when}: p99", p99(values) * 1e3, "ms"))
-    for name in disturbances:
-        ratio = p99(pauses[name]) / p99(pauses["quiet"])
-        rows.append(Row(f"pauses, with {name}: p99 against quiet", ratio, "x", "<= 1.5", ratio <= 1.5))
-    return rows
+    quiet = p99(pauses["quiet"])
+    ratios = {name: p99(pauses[name]) / quiet for name in disturbances}
+    return rows + [
+        at_most(f"pauses, with {name}: p99 against quiet", ratio, "x", 1.5) for name, ratio in ratios.items()
+    ]
+
+
+PARTS: Mapping[str, Callable[[Setting], list[Row]]] = {
+    "memory": memory_rows,
+    "way in": way_in_rows,
+    "first token": first_token_rows,
+    "throughput": throughput_rows,
+    "pauses": pause_rows,
+}
 
 
 def write_throughput_table(rows: Sequence[Row], source: str) -> None:
@@ -265,12 +259,12 @@ def write_throughput_table(rows: Sequence[Row], source: str) -> None:
 
     source: the sentence that tells where the figures are from.
     """
-    write_table(PAGE, "adapters throughput", measures_table(rows), source)
-    write_plots(PAGE)
+    write_table(PERFORMANCE, "adapters throughput", measures_table(rows), source)
+    write_plots(PERFORMANCE)
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Folder for adapters.csv and adapters.png.")] = Path("bench_results"),
+    output: Annotated[Path, typer.Option(help="Folder for adapters.csv.")] = Path("bench_results"),
     rounds: Annotated[int, typer.Option(help="Repetitions of everything that is compared.")] = 5,
     requests: Annotated[int, typer.Option(help="Requests of one throughput measurement.")] = 128,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 is one per core.")] = 0,
@@ -280,31 +274,19 @@ def main(
         bool, typer.Option("--docs", help="Write the table of docs/performance.md; needs the part throughput.")
     ] = False,
 ) -> None:
-    """Measure the costs of adapters, print a table with the goals, and plot it."""
+    """Measure the costs of adapters, and print a table with the goals."""
+    if unknown := set(part or ()) - PARTS.keys():
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
+    if update_docs and part and "throughput" not in part:
+        raise typer.BadParameter("--docs writes the table of the part throughput, which --part leaves out")
     source = measured_source() if update_docs else ""
     console = Console()
-    console.width = max(console.width, TABLE_WIDTH)
-    checkpoint = model or ensure_default_checkpoint()
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory(prefix="multilora-bench-") as directory, Progress(console=console) as progress:
         bench = Bench(Path(directory), threads)
-        parts: dict[str, Callable[[], list[Row]]] = {
-            "memory": lambda: memory_rows(checkpoint),
-            "way in": lambda: way_in_rows(checkpoint, 4 * rounds),
-            "first token": lambda: first_token_rows(bench, rounds),
-            "throughput": lambda: throughput_rows(bench, rounds, requests),
-            "thrash": lambda: thrash_rows(bench, rounds),
-            "pauses": lambda: pause_rows(bench, rounds),
-        }
-        if unknown := set(part or ()) - parts.keys():
-            raise typer.BadParameter(f"{', '.join(sorted(unknown))}; the parts are {', '.join(parts)}")
-        if update_docs and part and "throughput" not in part:
-            raise typer.BadParameter("--docs writes the table of the part throughput, which --part leaves out")
-        chosen = progress.track(part or list(parts), description="measuring")
-        results = {name: parts[name]() for name in chosen}
+        setting = Setting(model or ensure_default_checkpoint(), bench, rounds, requests)
+        results = {name: PARTS[name](setting) for name in progress.track(part or list(PARTS), description="measuring")}
     rows = [*itertools.chain.from_iterable(results.values())]
-    console.print(render(rows, f"adapters, {threads_title()}"))
-    write_results(rows, output, "adapters")
+    report(rows, f"adapters, {threads_title()}", output, "adapters", console)
     if update_docs:
         write_throughput_table(results["throughput"], source)
-    console.print(f"{output}/adapters.csv and adapters.png written; load {os.getloadavg()[0]:.1f}")

@@ -2,7 +2,7 @@
 
 decode     one step of 1, 8, 16 and 32 sequences, with weights stored as float32 and as bfloat16, and as the default
            model's in w8a16 and w4a16, against its limit: the larger of weights and KV cache over the measured read
-           bandwidth, and flops over the measured rate of matrix products (`matrix_rate.py`); and where its time goes
+           bandwidth, and flops over the measured rate of products (machine_limits.py)
 bfloat16   the same steps in `dtype=bfloat16`, with weights in bfloat16, w8a16 and w4a16, against the rate of bfloat16
            products where the processor has them
 prefill    of one long prompt, in the chunks the engine is configured for, with the same weights, against the rate of
@@ -23,14 +23,15 @@ medians are reported.
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import typer
@@ -38,24 +39,37 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.adapter_bench import random_wire
-from benchmarks.bench_rows import Row, render, threads_title, write_results
-from benchmarks.decode_steps import QUANTIZED, Result, at_least, bfloat16_results, decode_results
-from benchmarks.engine_bench import CHUNK, GREEDY, NUM_ADAPTERS, RANK, WARM_UP_STEPS, Bench, Work
-from benchmarks.engine_tables import write_steps_table
-from benchmarks.matrix_rate import matrix_rate
+from benchmarks.engine_bench import CHUNK, GREEDY, NUM_ADAPTERS, RANK, WARM_UP_STEPS, Bench, RepeatedLimits, Work
+from benchmarks.machine_limits import matrix_rate
 from benchmarks.peft_baseline import PeftBaseline
-from benchmarks.percentiles import p99
-from benchmarks.step_parts import MODEL_PARTS, PARTS, timed_parts
-from benchmarks.step_results import TABLE_WIDTH, StepResult, render_steps, write_steps
+from benchmarks.results import Row, at_least, at_most, p99, report, threads_title
 from checkpoints.prepare_default_model import ensure_default_checkpoint
-from checkpoints.quantized_default_model import ensure_quantized_checkpoint
+from checkpoints.quantized_default_model import SchemeName, ensure_quantized_checkpoint
 from checkpoints.telling_adapters import save_plain_tokenizer
 from checkpoints.tiny_llama import save_tiny_llama
+from marked_tables import figure, markdown_table, write_table
 from multilora_engine.lora.format import TORCH_DTYPES, pack_adapter
+from multilora_engine.models.decoder import Decoder
 from multilora_engine.request import SamplingParams
+from plots import PERFORMANCE, write_plots
 from sources import measured_source
 
-MAX_OVERHEAD_SECONDS = 0.002
+BATCHES = (32, 16, 8, 1)
+"""Sequences that decode together."""
+
+QUANTIZED: tuple[SchemeName, ...] = ("w8a16", "w4a16")
+"""Schemes of the quantised default model that are measured beside the float one."""
+
+MAX_LIMITS, MAX_QUANTIZED_LIMITS = {1: 1.25, 16: 1.5}, {1: 1.3, 16: 1.6}
+"""The goal: a decode step of so many sequences takes at most so many times its limit."""
+
+LEAST_SPEEDUPS = {("w4a16", 1): 3.0}
+"""The goal: how many times as fast as with float32 weights a step of so many sequences is; for all others 1."""
+
+IN_BFLOAT16 = " in bfloat16"
+"""After the names of weights whose engines compute in bfloat16."""
+
+MAX_OVERHEAD_MS = 2
 """The goal: the most time that a step takes beside the model."""
 
 Answerer = Callable[[list[list[int]], int], tuple[list[list[int]], list[float]]]
@@ -71,6 +85,64 @@ MIXED = (
 """The sampling that the requests of a batch ask for, in turn."""
 
 _TINY_VOCABULARY = 4096
+_OF_THE_LIMIT = ": of the limit"
+_MACHINE = "machine: "
+
+
+def decode_rows(
+    benches: Mapping[str, Bench], dtype: torch.dtype, rounds: int, context: int, num_steps: int
+) -> list[Row]:
+    """Step times and their multiples of the limits, by the type that an engine stores its weights in."""
+    repeated = RepeatedLimits(dtype)
+    seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    for _, (weights, bench), n in itertools.product(range(rounds), benches.items(), BATCHES):
+        repeated.measure()
+        with bench.batch(n, context):
+            bench.step_seconds(WARM_UP_STEPS)
+            seconds[weights, n] += bench.step_seconds(num_steps)
+    limits = repeated.limits
+    medians = {key: statistics.median(values) for key, values in seconds.items()}
+    rows = [
+        Row(f"{_MACHINE}read bandwidth", limits.bandwidth / 1e9, "GB/s"),
+        Row(f"{_MACHINE}{str(repeated.dtype).removeprefix('torch.')} products", limits.peak / 1e9, "GFLOP/s"),
+    ]
+    for weights, bench in benches.items():
+        stored = weights.removesuffix(IN_BFLOAT16)
+        work, goals = work_of(bench, stored, dtype), MAX_QUANTIZED_LIMITS if stored in QUANTIZED else MAX_LIMITS
+        for n in reversed(BATCHES):
+            limit = work.decode_seconds([context + WARM_UP_STEPS + num_steps // 2] * n, limits)
+            name = f"decode {n}, {weights}"
+            rows.append(Row(name, medians[weights, n] * 1e3, "ms"))
+            rows.append(at_most(f"{name}{_OF_THE_LIMIT}", medians[weights, n] / limit, "x", goals.get(n)))
+    return rows + [
+        at_least(
+            f"decode {n}, {weights} against float32",
+            medians["float32", n] / medians[weights, n],
+            "x",
+            LEAST_SPEEDUPS.get((weights, n), 1.0),
+        )
+        for weights, n in sorted(medians)
+        if weights in QUANTIZED
+    ]
+
+
+def bfloat16_rows(
+    checkpoints: Mapping[str, Path], rounds: int, context: int, num_steps: int, **options: Any
+) -> list[Row]:
+    """`decode_rows` of engines that compute in bfloat16. checkpoints: by the type or scheme of their weights."""
+    options |= {"dtype": "bfloat16"}
+    benches = {f"{weights}{IN_BFLOAT16}": Bench(path, **options) for weights, path in checkpoints.items()}
+    rows = decode_rows(benches, torch.bfloat16, rounds, context, num_steps)
+    for bench in benches.values():
+        bench.close()
+    return rows
+
+
+def work_of(bench: Bench, weights: str, dtype: torch.dtype) -> Work:
+    """The work of an engine that stores its weights as a type of floats, or in a scheme of QUANTIZED."""
+    if weights in QUANTIZED:
+        return Work.of_codes(bench.model, dtype, Path(bench.engine.info.model_path))
+    return Work(bench.model, dtype, TORCH_DTYPES[weights])
 
 
 def prefill_rows(benches: Mapping[str, Bench], rounds: int, num_tokens: int) -> list[Row]:
@@ -206,27 +278,45 @@ def peft_rows(bench: Bench, rounds: int, prompt_tokens: int, output_tokens: int)
     ]
 
 
-def overhead_results(rounds: int, num_steps: int, num_sequences: int) -> list[StepResult]:
-    """Time of a step outside of the model, in all and by part."""
-    parts: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+def overhead_rows(rounds: int, num_steps: int, num_sequences: int) -> list[Row]:
+    """Milliseconds of a step outside of the model's forward pass and its logits."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
     kinds = {"greedy": GREEDY, "mixed sampling": MIXED}
-    own = [part for part in PARTS if part not in MODEL_PARTS]
     num_threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="multilora-bench-") as directory:
         bench = Bench(save_tiny_model(Path(directory)), num_threads=1, kv_cache_memory_bytes=64 << 20)
         for _, (kind, sampling) in itertools.product(range(rounds), kinds.items()):
-            with bench.batch(num_sequences, 32, sampling=sampling), timed_parts() as stopwatch:
-                bench.step_seconds(num_steps)
-            for part in own:
-                parts[kind, part].append(stopwatch.seconds[part] / num_steps)
+            with bench.batch(num_sequences, 32, sampling=sampling), model_seconds() as of_model:
+                of_steps = bench.step_seconds(num_steps)
+            values[kind].append((sum(of_steps) - sum(of_model)) / num_steps)
         bench.close()
     torch.set_num_threads(num_threads)
-    results = []
-    for kind in kinds:
-        medians = {part: statistics.median(parts[kind, part]) for part in own}
-        name = f"overhead of {num_sequences}, {kind}"
-        results.append(StepResult(name, sum(medians.values()), None, MAX_OVERHEAD_SECONDS, medians))
-    return results
+    return [
+        at_most(f"overhead of {num_sequences}, {kind}", statistics.median(of_kind) * 1e3, "ms", MAX_OVERHEAD_MS)
+        for kind, of_kind in values.items()
+    ]
+
+
+@contextmanager
+def model_seconds() -> Iterator[list[float]]:
+    """The seconds of each call of a model, in the list that is given."""
+    seconds: list[float] = []
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                seconds.append(time.perf_counter() - started)
+
+        return call
+
+    with (
+        mock.patch.object(Decoder, "forward", timed(Decoder.forward)),
+        mock.patch.object(Decoder, "logits", timed(Decoder.logits)),
+    ):
+        yield seconds
 
 
 def save_tiny_model(path: Path) -> Path:
@@ -238,8 +328,45 @@ def save_tiny_model(path: Path) -> Path:
     return path
 
 
+def write_steps_table(rows: Sequence[Row], source: str) -> None:
+    """Write the rows of the part `decode` into the page, and draw the page's plots anew.
+
+    source: the sentence that tells where the figures are from.
+    """
+    limits = (row for row in rows if row.what.startswith(_MACHINE))
+    told = ", ".join(f"{row.what.removeprefix(_MACHINE)} {figure(row.value)} {row.unit}" for row in limits)
+    sentences = [source, f"The machine meanwhile: {told}."]
+    if missed := [row for row in rows if row.is_met is False and not row.what.endswith(_OF_THE_LIMIT)]:
+        sentences.append(f"Missed: {'; '.join(f'{row.what} {row.cell} (goal {row.goal})' for row in missed)}.")
+    write_table(PERFORMANCE, "steps", steps_table(rows), " ".join(sentences))
+    write_plots(PERFORMANCE)
+
+
+def steps_table(rows: Sequence[Row]) -> str:
+    """A row for each number of sequences; for each kind of weights the time of a step, and its multiple of the limit.
+
+    The plot of the page finds the columns by this order.
+    """
+    steps = {row.what.removeprefix("decode "): row for row in rows if row.what.startswith("decode ")}
+    keys = [name.removesuffix(_OF_THE_LIMIT).split(", ") for name in steps if name.endswith(_OF_THE_LIMIT)]
+    counts, kinds = sorted({int(count) for count, _ in keys}), list(dict.fromkeys(kind for _, kind in keys))
+    columns = ["sequences"]
+    for kind in kinds:
+        heading = f"weights in {kind}" if kind in ("bfloat16", "float16") else kind
+        columns += [heading, f"{heading}, of the limit"]
+    lines = []
+    for count in counts:
+        of_count = [steps[f"{count}, {kind}{which}"] for kind in kinds for which in ("", _OF_THE_LIMIT)]
+        lines.append([str(count), *(_step_cell(row) for row in of_count)])
+    return markdown_table(columns, lines, numbers=range(len(columns)))
+
+
+def _step_cell(row: Row) -> str:
+    return row.cell if row.unit == "ms" else f"{row.value:.2f}x{', missed' if row.is_met is False else ''}"
+
+
 def main(
-    output: Annotated[Path, typer.Option(help="Folder for CSV files and plots.")] = Path("bench_results"),
+    output: Annotated[Path, typer.Option(help="Folder for engine.csv.")] = Path("bench_results"),
     part: Annotated[
         list[str],
         typer.Option(help="Measure only this: decode, bfloat16, prefill, prefix, adapters, peft, overhead."),
@@ -257,10 +384,9 @@ def main(
         bool, typer.Option("--docs", help="Write the table and plot of docs/performance.md; needs the part decode.")
     ] = False,
 ) -> None:
-    """Measure the engine's steps, print a table with the goals, and plot it."""
+    """Measure the engine's steps, and print a table with the goals."""
     source = measured_source() if update_docs else ""
     console = Console()
-    console.width = max(console.width, TABLE_WIDTH)
     checkpoint = model or ensure_default_checkpoint()
     stored_as = ("float32", "bfloat16") if dtype == "float32" else (dtype,)
     quantized: dict[str, Path] = {
@@ -271,14 +397,14 @@ def main(
         benches = {weights: Bench(checkpoint, lora_dtype, weight_dtype=weights, **options) for weights in stored_as}
         benches |= {scheme: Bench(path, lora_dtype, **options) for scheme, path in quantized.items()}
     bench = benches[dtype]
-    parts: dict[str, Callable[[], Sequence[Result]]] = {
-        "decode": lambda: decode_results(benches, TORCH_DTYPES[dtype], rounds, context, steps),
-        "bfloat16": lambda: bfloat16_results({"bfloat16": checkpoint, **quantized}, rounds, context, steps, **options),
+    parts: dict[str, Callable[[], list[Row]]] = {
+        "decode": lambda: decode_rows(benches, TORCH_DTYPES[dtype], rounds, context, steps),
+        "bfloat16": lambda: bfloat16_rows({"bfloat16": checkpoint, **quantized}, rounds, context, steps, **options),
         "prefill": lambda: prefill_rows(benches, rounds, prompt),
         "prefix": lambda: prefix_rows(bench, rounds, num_shared=1000, num_own=32),
         "adapters": lambda: adapter_rows(bench, context, rounds, steps),
         "peft": lambda: peft_rows(bench, rounds, prompt_tokens=128, output_tokens=64),
-        "overhead": lambda: overhead_results(rounds, steps, 64),
+        "overhead": lambda: overhead_rows(rounds, steps, 64),
     }
     if update_docs and part and "decode" not in part:
         raise typer.BadParameter("--docs writes the table of the part decode, which --part leaves out")
@@ -291,19 +417,6 @@ def main(
         engine.close()
     stored = bench.engine.info.adapter_layout.lora_dtype
     title = f"{checkpoint.name}, {dtype}, adapters in {stored}, {threads_title()}"
-    report([*itertools.chain.from_iterable(results.values())], title, output, console)
+    report([*itertools.chain.from_iterable(results.values())], title, output, "engine", console)
     if update_docs:
         write_steps_table(results["decode"], source)
-
-
-def report(results: Sequence[Result], title: str, output: Path, console: Console) -> None:
-    """Tables on the console, files in `output`: engine_steps for steps, engine for everything else."""
-    steps = [result for result in results if isinstance(result, StepResult)]
-    rows = [result for result in results if isinstance(result, Row)]
-    if steps:
-        console.print(render_steps(steps, title))
-        write_steps(steps, output, "engine_steps")
-    if rows:
-        console.print(render(rows, title))
-        write_results(rows, output, "engine")
-    console.print(f"CSV files and plots are in {output}; load {os.getloadavg()[0]:.1f}")

@@ -8,23 +8,22 @@ load       time to the first token and between tokens at rising rates of request
            `ensemble`, with as many adapters as requests at most, asked by Zipf's law; and the knee
 
 All answers are streams. What is compared runs in turn, round after round, so that what else the machine does hits all
-of it; medians are reported. The load is that of `multilora bench`, by a client that leaves the
-CPUs to the server.
+of it; medians are reported. The load is that of `multilora bench`, by a client that leaves the CPUs to the server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import os
+import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import numpy as np
 import typer
@@ -32,15 +31,15 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from benchmarks.bench_rows import Row, render, threads_title, write_results
+from benchmarks.adapter_bench import random_wire
 from benchmarks.cpu_times import CpuTimes, seconds_between
 from benchmarks.light_client import light_asks
-from benchmarks.serving_tables import measurement, write_tables
+from benchmarks.results import Row, at_least, report, threads_title
 from checkpoints.prepare_default_model import ensure_default_checkpoint
 from checkpoints.quantized_default_model import SchemeName, ensure_quantized_checkpoint
+from marked_tables import figure, markdown_table, write_table
 from multilora_client import DIRECT, ENSEMBLE, Adapter, AdapterTensors, AsyncClient
 from multilora_client.bench.load import Ask, Load, Sample, run_closed, run_load
-from multilora_client.bench.plot import plot
 from multilora_client.bench.report import Stage, describe_knee, find_knee, summarise, write_csv
 from multilora_client.bench.report import render as render_stages
 from multilora_client.bench.workload import Job, Target, make_jobs, make_prompts, popularity_shares
@@ -49,28 +48,29 @@ from multilora_engine.engine.engine import Engine
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.tritonserver import ServerProcess
-from multilora_wire.layout import num_values
+from plots import PERFORMANCE, write_plots
 from servers.started_server import started_server
 from sources import measured_source
 
 ADAPTER_MIXES = ("no adapter", "one adapter", "all different")
 PARTS = ("adapters", "doors", "cost", "quantized", "load")
-MIN_ENSEMBLE_SHARE = 90.0
-"""The goal: percent of the tokens/s in this process that come through `ensemble`."""
-MIN_QUANTIZED_SHARE = 85.0
-"""The same goal with quantised weights, whose steps are shorter."""
+MIN_ENSEMBLE_SHARE, MIN_QUANTIZED_SHARE = 90.0, 85.0
+"""The goals: percent of the tokens/s in this process that come through `ensemble`; steps of quantised weights are
+shorter."""
 QUANTIZED: SchemeName = "w4a16"
 MIN_COST_MS = 0.005
 """CPU milliseconds a token below which a process is not listed."""
 _HERE, _DIRECT, _ENSEMBLE = "in this process", "through generation", "through ensemble"
 """The doors."""
 
+_Item = TypeVar("_Item")
+
 
 @dataclass(frozen=True)
 class Setting:
     """The settings that all parts share. concurrency: requests at once, rising; the last is that of `doors`.
 
-    load_seconds: the time that requests arrive at each rate; behind the knee, the longer, the more requests wait.
+    load_seconds: the time that requests arrive at each rate; beyond the knee, the longer, the more requests wait.
     """
 
     model: Path
@@ -95,33 +95,20 @@ class Results:
     costs: dict[str, list[Mapping[str, float]]] = field(default_factory=dict)
     stages: list[Stage] = field(default_factory=list)
 
-    def add_cost(self, what: str, samples: Sequence[Sample], seconds: Mapping[str, float]) -> None:
-        """Add one round; seconds: CPU time by process. Raises RuntimeError as `add` does."""
-        _check_answered(what, samples)
-        num_tokens = sum(sample.num_output_tokens for sample in samples)
-        self.costs.setdefault(what, []).append({name: 1e3 * value / num_tokens for name, value in seconds.items()})
+    def add(self, what: str, samples: Sequence[Sample], cpu_seconds: Mapping[str, float] | None = None) -> None:
+        """Add one round: its rates, or with cpu_seconds, by process, its costs.
 
-    def add(self, what: str, samples: Sequence[Sample]) -> None:
-        """Add one round. Raises RuntimeError when a request was not answered: the rest would look faster for it."""
-        _check_answered(what, samples)
-        self.rates.setdefault(what, []).append(summarise(samples).tokens_per_s)
-        self.first.setdefault(what, []).extend(sample.first_token_s for sample in samples)
-
-
-def _check_answered(what: str, samples: Sequence[Sample]) -> None:
-    if errors := {sample.error for sample in samples if not sample.is_answered}:
-        raise RuntimeError(f"{what}: requests failed with {', '.join(sorted(errors))}")
-
-
-class FreshPrompts:
-    """Prompts that no cache has seen."""
-
-    def __init__(self, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
-        self._seeds = itertools.count()
-
-    def take(self, count: int) -> list[str]:
-        return make_prompts(count, self._num_tokens, next(self._seeds))
+        Raises RuntimeError when a request was not answered: the rest would look faster for it.
+        """
+        if errors := {sample.error for sample in samples if not sample.is_answered}:
+            raise RuntimeError(f"{what}: requests failed with {', '.join(sorted(errors))}")
+        if cpu_seconds is None:
+            self.rates.setdefault(what, []).append(summarise(samples).tokens_per_s)
+            self.first.setdefault(what, []).extend(sample.first_token_s for sample in samples)
+        else:
+            num_tokens = sum(sample.num_output_tokens for sample in samples)
+            per_token = {name: 1e3 * value / num_tokens for name, value in cpu_seconds.items()}
+            self.costs.setdefault(what, []).append(per_token)
 
 
 class EngineInProcess:
@@ -149,16 +136,8 @@ class EngineInProcess:
 
 def random_adapter(model: Path, lora_task_id: int, rank: int) -> Adapter:
     """Small random numbers on every linear layer, float16: their answers do not matter here."""
-    layout = checkpoint_layout(model, rank, "float16")
-    modules = layout.sites.plain_modules
-    config = np.array([[module.module_id, module.layer, rank, 0] for module in modules], np.int32)
-    width = max(num_values(module, rank) for module in modules)
-    weights = np.zeros((len(config), width), np.float16)
-    rng = np.random.default_rng(lora_task_id)
-    for row, module in zip(weights, modules, strict=True):
-        size = num_values(module, rank)
-        row[:size] = rng.standard_normal(size, np.float32) * 0.01
-    return Adapter(lora_task_id, AdapterTensors(weights, config, "FP16"))
+    weights, config = random_wire(checkpoint_layout(model, rank, "float16"), rank, lora_task_id)
+    return Adapter(lora_task_id, AdapterTensors(weights.numpy().astype(np.float16), config.numpy(), "FP16"))
 
 
 def mixed_targets(mix: str, count: int, adapters: Sequence[Target]) -> list[Target]:
@@ -168,148 +147,117 @@ def mixed_targets(mix: str, count: int, adapters: Sequence[Target]) -> list[Targ
     return [adapters[0]] * count if mix == "one adapter" else list(adapters[:count])
 
 
-async def run_wave(ask: Ask, targets: Sequence[Target], prompts: Sequence[str]) -> list[Sample]:
-    """Send all requests at the same time, once."""
-    jobs = [Job(target, prompt) for target, prompt in zip(targets, prompts, strict=True)]
-    return await run_closed(ask, jobs, len(jobs), lambda: None)
+class Measurement:
+    """The parts, of a server that does nothing else. asks: by door. adapters: that the server has."""
+
+    def __init__(self, setting: Setting, asks: Mapping[str, Ask], adapters: Sequence[Target], bar: Progress) -> None:
+        self.results = Results()
+        self._setting = setting
+        self._asks = asks
+        self._adapters = adapters
+        self._bar = bar
+        self._seeds = itertools.count()
+
+    def fresh_prompts(self, count: int) -> list[str]:
+        """Prompts that no cache has seen."""
+        return make_prompts(count, self._setting.prompt_tokens, next(self._seeds))
+
+    async def wave(self, door: str, targets: Sequence[Target]) -> list[Sample]:
+        """Send a request to each target at the same time, once."""
+        prompts = self.fresh_prompts(len(targets))
+        jobs = [Job(target, prompt) for target, prompt in zip(targets, prompts, strict=True)]
+        return await run_closed(self._asks[door], jobs, len(jobs), lambda: None)
+
+    async def adapters(self) -> None:
+        for count, mix in self._rounds("adapters", itertools.product(self._setting.concurrency, ADAPTER_MIXES)):
+            self.results.add(
+                measurement(count, mix), await self.wave(_DIRECT, mixed_targets(mix, count, self._adapters))
+            )
+
+    async def doors(self, count: int) -> None:
+        """Measure the doors without adapters; no client asks the server while the engine of this process works."""
+        with closing(EngineInProcess(self._setting.model)) as engine:
+            engine.tokens_per_s(self.fresh_prompts(count), 2)
+            for door in self._rounds(f"doors, {count} at once", [_HERE, *self._asks]):
+                if door == _HERE:
+                    rate = engine.tokens_per_s(self.fresh_prompts(count), self._setting.output_tokens)
+                    self.results.rates.setdefault(_HERE, []).append(rate)
+                else:
+                    self.results.add(door, await self.wave(door, [Target()] * count))
+
+    async def cost(self, cpu_times: CpuTimes) -> None:
+        """Measure the CPU time without adapters, from the sending of the requests until the last answer is whole."""
+        for door in self._rounds("cost", self._asks):
+            before = cpu_times.read()
+            samples = await self.wave(door, [Target()] * self._setting.concurrency[-1])
+            self.results.add(door, samples, seconds_between(before, cpu_times.read()))
+
+    async def load(self) -> None:
+        shares = popularity_shares("zipf", len(self._adapters), 1.0)
+        for load in [Load(rate, is_open=True) for rate in self._setting.rates]:
+            count = round(load.level * self._setting.load_seconds)
+            jobs = make_jobs(self._adapters, shares, self.fresh_prompts(count), count, seed=0)
+            advance = partial(self._bar.advance, self._bar.add_task(str(load), total=count))
+            self.results.stages.append(Stage(load, await run_load(self._asks[_ENSEMBLE], jobs, load, 0, advance)))
+
+    def _rounds(self, what: str, each: Iterable[_Item]) -> Iterator[_Item]:
+        items = list(each) * self._setting.rounds
+        yield from self._bar.track(items, description=what)
 
 
-async def measure(server: ServerProcess, setting: Setting, parts: Sequence[str], progress: Progress) -> Results:
-    """Measure all parts, on a server that does nothing else."""
-    results, most = Results(), max(setting.concurrency)
-    adapters = [Target(random_adapter(setting.model, 1 + i, setting.rank), f"random {i}") for i in range(most)]
+async def measure(server: ServerProcess, setting: Setting, parts: Sequence[str], bar: Progress) -> Results:
+    """Measure these parts, `quantized` aside."""
+    adapters = [
+        Target(random_adapter(setting.model, 1 + i, setting.rank), f"random {i}")
+        for i in range(max(setting.concurrency))
+    ]
     async with AsyncClient(f"grpc://{server.grpc_url}") as client:
-        for target in progress.track(adapters, description="sending adapters"):
+        for target in bar.track(adapters, description="sending adapters"):
             assert target.adapter is not None
             await client.upload(target.adapter)
     async with light_asks(server.grpc_url, (DIRECT, ENSEMBLE), setting.output_tokens) as (direct, ensemble):
-        prompts = FreshPrompts(setting.prompt_tokens)
-        await run_wave(direct, [Target(), adapters[0]], prompts.take(2))
+        measurements = Measurement(setting, {_DIRECT: direct, _ENSEMBLE: ensemble}, adapters, bar)
+        await measurements.wave(_DIRECT, [Target(), adapters[0]])
         if "adapters" in parts:
-            await measure_adapters(direct, setting, adapters, prompts, results, progress)
-        asks = {_DIRECT: direct, _ENSEMBLE: ensemble}
+            await measurements.adapters()
         if "doors" in parts:
-            with engine_in_process(setting.model) as engine:
-                await measure_doors(engine, asks, setting, setting.concurrency[-1], prompts, results, progress)
+            await measurements.doors(setting.concurrency[-1])
         if "cost" in parts:
-            await measure_cost(asks, CpuTimes(server.pid), setting, prompts, results, progress)
+            await measurements.cost(CpuTimes(server.pid))
         if "load" in parts:
-            await measure_load(ensemble, setting, adapters, prompts, results, progress)
-    return results
+            await measurements.load()
+    return measurements.results
 
 
-async def measure_adapters(
-    ask: Ask,
-    setting: Setting,
-    adapters: Sequence[Target],
-    prompts: FreshPrompts,
-    results: Results,
-    progress: Progress,
-) -> None:
-    cells = list(itertools.product(setting.concurrency, ADAPTER_MIXES))
-    rounds = list(itertools.product(range(setting.rounds), cells))
-    for _, (count, mix) in progress.track(rounds, description="adapters"):
-        samples = await run_wave(ask, mixed_targets(mix, count, adapters), prompts.take(count))
-        results.add(measurement(count, mix), samples)
-
-
-async def measure_doors(
-    engine: EngineInProcess,
-    asks: Mapping[str, Ask],
-    setting: Setting,
-    count: int,
-    prompts: FreshPrompts,
-    results: Results,
-    progress: Progress,
-) -> None:
-    """Measure the doors without adapters; no client asks the server while the engine of this process works."""
-    engine.tokens_per_s(prompts.take(count), 2)
-    for _ in progress.track(range(setting.rounds), description=f"doors, {count} at once"):
-        rate = engine.tokens_per_s(prompts.take(count), setting.output_tokens)
-        results.rates.setdefault(_HERE, []).append(rate)
-        for name, ask in asks.items():
-            results.add(name, await run_wave(ask, [Target()] * count, prompts.take(count)))
-
-
-async def measure_quantized(server: ServerProcess, setting: Setting, progress: Progress) -> list[Row]:
+async def measure_quantized(server: ServerProcess, setting: Setting, bar: Progress) -> list[Row]:
     """Measure the doors of a quantised model, which the setting names: one request, and the most at once."""
-    prompts, rows = FreshPrompts(setting.prompt_tokens), list[Row]()
+    rows: list[Row] = []
     async with light_asks(server.grpc_url, (DIRECT, ENSEMBLE), setting.output_tokens) as (direct, ensemble):
-        asks = {_DIRECT: direct, _ENSEMBLE: ensemble}
-        with engine_in_process(setting.model) as engine:
-            for count in sorted({setting.concurrency[0], setting.concurrency[-1]}):
-                await run_wave(ensemble, [Target()] * count, prompts.take(count))
-                results = Results()
-                await measure_doors(engine, asks, setting, count, prompts, results, progress)
-                rows += quantized_rows(f"{QUANTIZED}, {count} at once", results)
+        for count in sorted({setting.concurrency[0], setting.concurrency[-1]}):
+            measurements = Measurement(setting, {_DIRECT: direct, _ENSEMBLE: ensemble}, [], bar)
+            await measurements.wave(_ENSEMBLE, [Target()] * count)
+            await measurements.doors(count)
+            rows += rate_rows(measurements.results, MIN_QUANTIZED_SHARE, f"{QUANTIZED}, {count} at once: ")
     return rows
-
-
-async def measure_cost(
-    asks: Mapping[str, Ask],
-    cpu_times: CpuTimes,
-    setting: Setting,
-    prompts: FreshPrompts,
-    results: Results,
-    progress: Progress,
-) -> None:
-    """Measure the CPU time without adapters, from the sending of the requests until the last answer is whole."""
-    count = setting.concurrency[-1]
-    rounds = list(itertools.product(range(setting.rounds), asks.items()))
-    for _, (name, ask) in progress.track(rounds, description="cost"):
-        texts = prompts.take(count)
-        before = cpu_times.read()
-        samples = await run_wave(ask, [Target()] * count, texts)
-        results.add_cost(name, samples, seconds_between(before, cpu_times.read()))
-
-
-@contextmanager
-def engine_in_process(model: Path) -> Iterator[EngineInProcess]:
-    engine = EngineInProcess(model)
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
-async def measure_load(
-    ask: Ask,
-    setting: Setting,
-    adapters: Sequence[Target],
-    prompts: FreshPrompts,
-    results: Results,
-    progress: Progress,
-) -> None:
-    shares = popularity_shares("zipf", len(adapters), 1.0)
-    for load in [Load(rate, is_open=True) for rate in setting.rates]:
-        count = round(load.level * setting.load_seconds)
-        jobs = make_jobs(adapters, shares, prompts.take(count), count, seed=0)
-        advance = partial(progress.advance, progress.add_task(str(load), total=count))
-        results.stages.append(Stage(load, await run_load(ask, jobs, load, 0, advance)))
 
 
 def result_rows(results: Results) -> list[Row]:
     """The medians, and the share of the engine's tokens/s that the ensemble keeps."""
-    rows = [Row(what, statistics.median(rates), "tokens/s") for what, rates in results.rates.items()]
-    rows += [
+    first = [
         Row(f"first token, {what}", statistics.median(seconds) * 1e3, "ms") for what, seconds in results.first.items()
     ]
+    costs = [row for what, costs in results.costs.items() for row in cost_rows(what, costs)]
+    return [*rate_rows(results, MIN_ENSEMBLE_SHARE), *first, *costs]
+
+
+def rate_rows(results: Results, goal: float, prefix: str = "") -> list[Row]:
+    """The medians of tokens/s; of doors the percent of the engine's that come through the ensemble, round by round."""
+    rows = [Row(f"{prefix}{what}", statistics.median(rates), "tokens/s") for what, rates in results.rates.items()]
     if _HERE in results.rates:
-        rows.append(share_row("ensemble, of in this process", results, MIN_ENSEMBLE_SHARE))
-    return rows + [row for what, costs in results.costs.items() for row in cost_rows(what, costs)]
-
-
-def quantized_rows(name: str, results: Results) -> list[Row]:
-    """The medians of each door, and the share of the engine's tokens/s that the ensemble keeps."""
-    rows = [Row(f"{name}: {what}", statistics.median(rates), "tokens/s") for what, rates in results.rates.items()]
-    return [*rows, share_row(f"{name}: ensemble, of in this process", results, MIN_QUANTIZED_SHARE)]
-
-
-def share_row(what: str, results: Results, goal: float) -> Row:
-    """The percent of the engine's tokens/s that come through the ensemble: the median of all rounds."""
-    alone, ensemble = results.rates[_HERE], results.rates[_ENSEMBLE]
-    share = 100 * statistics.median(b / a for a, b in zip(alone, ensemble, strict=True))
-    return Row(what, share, "%", f">= {goal:g}", share >= goal)
+        pairs = zip(results.rates[_HERE], results.rates[_ENSEMBLE], strict=True)
+        share = 100 * statistics.median(ensemble / alone for alone, ensemble in pairs)
+        rows.append(at_least(f"{prefix}ensemble, of in this process", share, "%", goal))
+    return rows
 
 
 def cost_rows(what: str, costs: Sequence[Mapping[str, float]]) -> list[Row]:
@@ -320,10 +268,50 @@ def cost_rows(what: str, costs: Sequence[Mapping[str, float]]) -> list[Row]:
     return [Row(f"{name}, {what}", value, "CPU ms/token") for name, value in (*working, ("all of it", total))]
 
 
+def write_tables(results: Results, counts: Sequence[int], source: str) -> None:
+    """Write what was measured into docs/performance.md, and draw its plots anew.
+
+    counts: requests at once. source: the sentence that tells where figures are from.
+    """
+    if measurement(counts[0], ADAPTER_MIXES[0]) in results.rates:
+        write_table(PERFORMANCE, "throughput", throughput_table(results.rates, counts), source)
+    if results.stages:
+        write_table(PERFORMANCE, "load", load_table(results.stages), source)
+    write_plots(PERFORMANCE)
+
+
+def measurement(count: int, mix: str) -> str:
+    """How the results call `count` requests at once of these adapters."""
+    return f"{count} at once, {mix}"
+
+
+def throughput_table(rates: Mapping[str, Sequence[float]], counts: Sequence[int]) -> str:
+    """Medians of tokens/s: a row for each number of requests at once."""
+    columns = ("requests at once", *ADAPTER_MIXES, "")
+    medians = [[figure(statistics.median(rates[measurement(n, mix)])) for mix in ADAPTER_MIXES] for n in counts]
+    rows = [(str(count), *of_count, "tokens/s") for count, of_count in zip(counts, medians, strict=True)]
+    return markdown_table(columns, rows, numbers=range(len(columns) - 1))
+
+
+def load_table(stages: Sequence[Stage]) -> str:
+    """Percentiles of the times to the first token and between tokens: a row for each rate of requests."""
+    columns = ("requests a second", "first token p50", "first token p99", "between tokens p50", "between tokens p99")
+    rows = []
+    for stage in stages:
+        summary = summarise(stage.samples)
+        times = [time for of in (summary.first_token, summary.gap) for time in (of.p50, of.p99)]
+        rows.append((f"{stage.load.level:g}", *map(_time, times)))
+    return markdown_table(columns, rows, numbers=range(len(columns)))
+
+
+def _time(seconds: float) -> str:
+    if math.isnan(seconds):
+        return "–"
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
 def main(
-    output: Annotated[Path, typer.Option(help="Folder for serving.csv, serving_load.csv and their plots.")] = Path(
-        "bench_results"
-    ),
+    output: Annotated[Path, typer.Option(help="Folder for serving.csv and serving_load.csv.")] = Path("bench_results"),
     part: Annotated[list[str], typer.Option(help=f"Measure only this: {', '.join(PARTS)}.")] = [],  # noqa: B006
     concurrency: Annotated[list[int], typer.Option(help="Requests at once; repeat for several, rising.")] = [1, 8, 16],  # noqa: B006
     rate: Annotated[list[float], typer.Option(help="Requests a second of the load; repeat.")] = [1, 2, 3, 4, 6],  # noqa: B006
@@ -338,7 +326,7 @@ def main(
         bool, typer.Option("--docs", help="Write the tables and plots of docs/performance.md; its text is yours.")
     ] = False,
 ) -> None:
-    """Measure tokens/s and times through a server that this command starts and stops, and plot them."""
+    """Measure tokens/s and times through a server that this command starts and stops."""
     if unknown := set(part) - set(PARTS):
         raise typer.BadParameter(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if update_docs and stream_interval != 1:
@@ -364,23 +352,18 @@ def main(
         coded = replace(setting, model=ensure_quantized_checkpoint(QUANTIZED))
         with serve(coded.model) as server, Progress(console=console) as progress:
             quantized = asyncio.run(measure_quantized(server, coded, progress))
-    rows = result_rows(results)
-    if rows or quantized:
-        title = f"{setting.model.name}, streams of {stream_interval} tokens a response, medians, {threads_title()}"
-        console.print(render([*rows, *quantized], title))
-        write_results([*rows, *quantized], output, "serving")
     if results.stages:
         report_load(results.stages, output, console)
+    if rows := [*result_rows(results), *quantized]:
+        title = f"{setting.model.name}, streams of {stream_interval} tokens a response, medians, {threads_title()}"
+        report(rows, title, output, "serving", console)
     if update_docs:
-        write_tables(results.rates, setting.concurrency, results.stages, source)
-    console.print(f"results are in {output}; {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
+        write_tables(results, setting.concurrency, source)
 
 
 def report_load(stages: Sequence[Stage], output: Path, console: Console) -> None:
     output.mkdir(parents=True, exist_ok=True)
-    knee = find_knee(stages)
     table = render_stages(stages)
-    table.caption = describe_knee(stages, knee)
+    table.caption = describe_knee(stages, find_knee(stages))
     console.print(table)
     write_csv(stages, output / "serving_load.csv")
-    plot(stages, knee, output / "serving_load.png")

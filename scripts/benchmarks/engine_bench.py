@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from typing import Self
 
 import msgspec
 import torch
 
-from benchmarks.machine_limits import Limits, Yardsticks, seconds_of
-from benchmarks.matrix_rate import matrix_rate
-from benchmarks.plain_loops import PlainLoops
+from benchmarks.machine_limits import Limits, PlainLoops, Yardsticks, matrix_rate, seconds_of
 from multilora_engine.config import EngineConfig
 from multilora_engine.device_defaults import CPU_STEP_TOKENS
 from multilora_engine.engine.engine import Engine
@@ -28,14 +27,8 @@ from multilora_engine.models.registry import read_model_config
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
 
 GREEDY = (SamplingParams(1),)
-
-
 NUM_ADAPTERS = 16
-
-
 RANK = 16
-
-
 CHUNK = CPU_STEP_TOKENS
 
 
@@ -67,36 +60,27 @@ class RepeatedLimits:
         return Limits(shared.bandwidth, max([shared.peak, *rates]))
 
 
-def linear_bytes(checkpoint: Path) -> int:
-    """The bytes of a quantised checkpoint's linears, scales and all: of all tensors but the embeddings'."""
-    num_bytes = 0
-    for file in checkpoint_files(checkpoint):
-        with opened(file) as tensors:
-            names = [name for name in tensors.keys() if not name.startswith(EMBEDDINGS)]  # noqa: SIM118 - no mapping
-            num_bytes += sum(tensors.get_tensor(name).nbytes for name in names)
-    return num_bytes
-
-
 class Work:
-    """The bytes that a step of one model must at least read, and the flops.
+    """The bytes that a step of one model must at least read, and the flops. weight_dtype: of linears and the head."""
 
-    num_weight_bytes: of all linears, the head among them; by default those of `weight_dtype`.
-    """
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        dtype: torch.dtype,
-        weight_dtype: torch.dtype = torch.float32,
-        num_weight_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, model: ModelConfig, dtype: torch.dtype, weight_dtype: torch.dtype = torch.float32) -> None:
         layer = model.hidden_size * (2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size)
         self._layers = model.num_layers * layer
         self._head = model.hidden_size * model.vocab_size
         self._attention = 4 * model.num_layers * model.q_size
         self._kv_bytes = kv_bytes_per_token(model, dtype)
-        weights = self._layers + self._head
-        self._weight_bytes = weights * weight_dtype.itemsize if num_weight_bytes is None else num_weight_bytes
+        self._weight_bytes = (self._layers + self._head) * weight_dtype.itemsize
+
+    @classmethod
+    def of_codes(cls, model: ModelConfig, dtype: torch.dtype, checkpoint: Path) -> Self:
+        """Of a quantised checkpoint, scales and all: the bytes of all tensors but the embeddings'."""
+        work = cls(model, dtype)
+        work._weight_bytes = 0
+        for file in checkpoint_files(checkpoint):
+            with opened(file) as tensors:
+                names = [name for name in tensors.keys() if not name.startswith(EMBEDDINGS)]  # noqa: SIM118 - no mapping
+                work._weight_bytes += sum(tensors.get_tensor(name).nbytes for name in names)
+        return work
 
     def decode_seconds(self, contexts: Sequence[int], limits: Limits) -> float:
         """The least seconds for one token of each of the sequences with so many keys."""

@@ -1,4 +1,4 @@
-"""Workloads of bench_kernels and tune_block_sizes: batches over a model's linears, three ways to apply adapters.
+"""Workloads of bench_kernels and of the GPU's report: batches over a model's linears.
 
 A step applies the adapters of all linears of all layers once. Layers have weights of their own, as in a model, so that
 no step finds the last one's adapters in a cache by accident of the benchmark.
@@ -12,19 +12,44 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.synthetic_batches import LinearShape
 from multilora_kernels import (
+    CodeType,
     HugePages,
     LoRASegments,
     LoRATables,
     PackedWeight,
+    QuantizedWeight,
     lora_apply,
     lora_linear,
     lora_segments,
     packed_linear,
 )
 
+VOCAB_SIZE = 128256
+"""Of the models of one and of eight billion parameters."""
+
+BLOCK_SIZE = 16
+"""Tokens of a block of the KV cache."""
+
 Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """One fused linear: `in_features`, shared by its slices, and the width of each slice."""
+
+    in_features: int
+    slice_sizes: tuple[int, ...]
+
+    @property
+    def num_slices(self) -> int:
+        """Number of slices."""
+        return len(self.slice_sizes)
+
+    @property
+    def out_features(self) -> int:
+        """Width of the whole output."""
+        return sum(self.slice_sizes)
 
 
 @dataclass(frozen=True)
@@ -50,6 +75,11 @@ def llama(name: str, hidden: int, kv: int, ffn: int, num_layers: int) -> Model:
     """A Llama-like model by its sizes."""
     shapes = [(hidden, (hidden, kv, kv)), (hidden, (hidden,)), (hidden, (ffn, ffn)), (ffn, (hidden,))]
     return Model(name, tuple(LinearShape(*shape) for shape in shapes), num_layers)
+
+
+DEFAULT_MODEL = llama("135M", hidden=576, kv=192, ffn=1536, num_layers=30)
+ONE_BILLION = llama("1B", hidden=2048, kv=512, ffn=8192, num_layers=16)
+EIGHT_BILLION = llama("8B", hidden=4096, kv=1024, ffn=14336, num_layers=1)
 
 
 @dataclass(frozen=True)
@@ -109,8 +139,8 @@ class Batch:
         self.workload, self.dtype = workload, dtype
         # Once: an engine does not look for its linears in every step either.
         self.linears = _linears(model)
-        self.mapping = (torch.arange(workload.num_tokens) % workload.num_adapters).to(device)
-        self.segments: LoRASegments = lora_segments(self.mapping, workload.num_adapters)
+        mapping = (torch.arange(workload.num_tokens) % workload.num_adapters).to(device)
+        self.segments: LoRASegments = lora_segments(mapping, workload.num_adapters)
         self.tables: LoRATables = _tables(workload, lora_dtype, device)
         self.x = [torch.randn(workload.num_tokens, s.in_features, device=device).to(dtype) for s in model.linears]
         self.y = [torch.zeros(workload.num_tokens, s.out_features, device=device, dtype=dtype) for s in model.linears]
@@ -135,76 +165,11 @@ class Batch:
 
         return linears, lora_linears
 
-    def gather_bmm(self) -> Step:
-        """Weights padded to the largest rank and stacked; each step gathers them by token, then torch.bmm."""
-        stacks = [self._padded(column, shape) for column, _, shape in self.linears]
-
-        def step() -> None:
-            for (_, i, shape), slices in zip(self.linears, stacks, strict=True):
-                x = self.x[i].to(self.tables.arena.dtype).unsqueeze(1)
-                outputs = self.y[i].split_with_sizes(shape.slice_sizes, dim=1)
-                for y, (a, b) in zip(outputs, slices, strict=True):
-                    y += torch.bmm(torch.bmm(x, a[self.mapping]), b[self.mapping]).squeeze(1)
-
-        return step
-
-    def gemm_per_adapter(self) -> Step:
-        """Two matrix products for each adapter and slice, over the rows of that adapter."""
-        workload = self.workload
-        rows = [torch.nonzero(self.mapping == index).squeeze(1) for index in range(workload.num_adapters)]
-        weights = [self._matrices(column, shape) for column, _, shape in self.linears]
-        everyone = workload.num_adapters == 1
-
-        def step() -> None:
-            for (_, i, shape), adapters in zip(self.linears, weights, strict=True):
-                outputs = self.y[i].split_with_sizes(shape.slice_sizes, dim=1)
-                for tokens, slices in zip(rows, adapters, strict=True):
-                    x = (self.x[i] if everyone else self.x[i][tokens]).to(self.tables.arena.dtype)
-                    for y, (a, b) in zip(outputs, slices, strict=True):
-                        update = ((x @ a.T) @ b.T).to(y.dtype)
-                        if everyone:
-                            y += update
-                        else:
-                            y.index_add_(0, tokens, update)
-
-        return step
-
-    def gathered_bytes(self) -> int:
-        """Largest temporary of `gather_bmm`."""
-        widest = max(max(shape.in_features, *shape.slice_sizes) for shape in self.workload.model.linears)
-        return self.workload.num_tokens * widest * self.tables.max_rank * self.tables.arena.element_size()
-
     def _weight(self, shape: LinearShape, pages: HugePages) -> PackedWeight:
         device = self.x[0].device
         weight = PackedWeight.empty(shape.out_features, shape.in_features, self.dtype, device, self.dtype, pages)
         weight.data.fill_(0.02)
         return weight
-
-    def _matrices(self, first: int, shape: LinearShape) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-        """A and B of each slice of each adapter, views into the arena."""
-        tables = self.tables
-        adapters = []
-        for lora_index, rank in enumerate(self.workload.adapter_ranks):
-            slices = []
-            for column, size in enumerate(shape.slice_sizes, first):
-                a, b = int(tables.a_offset[lora_index, column]), int(tables.b_offset[lora_index, column])
-                matrix_a = tables.arena[a : a + rank * shape.in_features].view(rank, shape.in_features)
-                slices.append((matrix_a, tables.arena[b : b + size * rank].view(size, rank)))
-            adapters.append(slices)
-        return adapters
-
-    def _padded(self, first: int, shape: LinearShape) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For each slice A^T [adapters, in, max_rank] and B^T [adapters, max_rank, out]."""
-        adapters, max_rank = self._matrices(first, shape), self.tables.max_rank
-        stacks = []
-        for s, size in enumerate(shape.slice_sizes):
-            a = self.tables.arena.new_zeros(len(adapters), max_rank, shape.in_features)
-            b = self.tables.arena.new_zeros(len(adapters), size, max_rank)
-            for lora_index, slices in enumerate(adapters):
-                rank = slices[s][0].shape[0]
-                a[lora_index, :rank], b[lora_index, :, :rank] = slices[s]
-            stacks.append((a.transpose(1, 2), b.transpose(1, 2)))
-        return stacks
 
 
 def _linears(model: Model) -> list[tuple[int, int, LinearShape]]:
@@ -244,3 +209,13 @@ def _tables(workload: Workload, lora_dtype: torch.dtype, device: str) -> LoRATab
         absent.to(device),
         max_rank=max(ranks),
     )
+
+
+def fill_with_codes(weight: QuantizedWeight, device: torch.device, scale: float = 1.0) -> None:
+    """Random codes with zeros in the middle of their range, as symmetric checkpoints have them, and one scale."""
+    out_features, in_features = weight.shape
+    codes = torch.randint(0, 8, (out_features, in_features), dtype=torch.uint8, device=device)
+    scales = torch.full((out_features, weight.num_groups), scale, device=device)
+    middle = 1 << (weight.code_type.bits - 1)
+    zeros = None if weight.code_type is CodeType.FP8 else torch.full_like(scales, middle, dtype=torch.uint8)
+    weight.copy_rows(0, codes, scales, zeros)

@@ -1,19 +1,49 @@
-"""The limits of the machine, and the clock that measures it as it measures all else."""
+"""The limits of the machine, and the clock that measures it as it measures all else.
+
+Libraries reach 40 to 90 % of what a processor's instructions allow, by processor and type, so a ratio to their products
+alone would say little: on a CPU, loops of nothing else (plain_loops.cpp) load and multiply beside them, and the fastest
+is the limit.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import statistics
+import subprocess
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from benchmarks.lora_workloads import Step
-from benchmarks.plain_loops import DOT_ROUNDS, PAUSES, PlainLoops
 from multilora_kernels import HugePages
+
+_LEAST_SECONDS, _MOST_COPIES, _MOST_TRIES = 2e-3, 100, 2
+"""Of a graph that is timed."""
+
+_SIZE = 512
+"""Rows and columns: a product of some milliseconds on one core, at nine tenths or more of its registers' rate."""
+
+CPU_FLOATS, CPU_ROWS = 1 << 27, 1024
+"""Half a GiB, of which a server's caches keep little from one time to the other; and rows of a product."""
+
+DOT_ROUNDS = 5_000_000
+"""Some ten milliseconds of a core's dot products."""
+
+PAUSES = (0, 2, 4)
+"""Multiplications between two lines that a core loads: the number that is quickest depends on the processor."""
+
+_FACTOR = 0.5
+"""Accumulators stay near 2: numbers too small for a float32 would be slower."""
+
+_LOOPS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +107,7 @@ class _DeviceTimer:
     """Times replays of a step's graph between two events of its stream.
 
     A launch of a graph takes the host longer than the device takes for a small kernel, and timed by the host, one
-    replay behind each pause, a copy on an H200 seemed to take twice as long. So the graph has as many copies of the
+    replay after each pause, a copy on an H200 seemed to take twice as long. So the graph has as many copies of the
     step as take `_LEAST_SECONDS`, and is replayed once before the first event.
     """
 
@@ -100,9 +130,6 @@ class _DeviceTimer:
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3 / self._copies
-
-
-_LEAST_SECONDS, _MOST_COPIES, _MOST_TRIES = 2e-3, 100, 2
 
 
 def _captured(step: Step, copies: int) -> torch.cuda.CUDAGraph:
@@ -132,14 +159,13 @@ def measure_all(steps: dict[str, Step], clock: Clock, rounds: int) -> dict[str, 
 class Yardsticks:
     """Steps that only move memory or only multiply numbers of one type, to be timed beside the work that they limit.
 
-    A CPU multiplies through oneDNN (the MKL behind torch's `@` reaches half of its speed on AMD's processors) and in
-    plain loops. The fastest step of a kind is the limit. A CPU's step takes some tens of milliseconds: a virtual core
-    that slept wakes up in one or two, which are a third of a step of 5 ms. And it moves half a GiB, of which a server's
-    caches keep little from one time to the other.
+    A CPU multiplies through oneDNN (the MKL of torch's `@` reaches half of its speed on AMD's processors) and in plain
+    loops. The fastest step of a kind is the limit. A CPU's step takes some tens of milliseconds: a virtual core that
+    slept wakes up in one or two, which are a third of a step of 5 ms.
     """
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
-        numel, n = (1 << 27, 1024) if device == "cpu" else (1 << 28, 8192)
+        numel, n = (CPU_FLOATS, CPU_ROWS) if device == "cpu" else (1 << 28, 8192)
         copies, products = (3, 24) if device == "cpu" else (1, 1)
         source = _memory(numel, device).uniform_()
         target = _memory(numel, device)
@@ -191,6 +217,100 @@ def onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x W^T by oneDNN. weight: plain, or as `torch.ops.mkldnn._reorder_linear_weight` packed it for some rows."""
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     return product
+
+
+def matrix_rate(seconds: float = 0.03) -> float:
+    """Float32 operations a second that all of torch's threads reach together, each with matrix products of its own.
+
+    One product that all threads share waits for the slowest core, and a virtual core gives half its rate for seconds or
+    minutes whenever a neighbour uses the other half of the physical one. Here oneDNN multiplies packed weights, and
+    every core counts for its own work in the same stretch of time. Where plain loops are faster, their rate counts.
+    """
+    matrix = torch.randn(_SIZE, _SIZE)
+    num_threads = torch.get_num_threads()
+    packed = torch.ops.mkldnn._reorder_linear_weight(matrix, _SIZE)
+    start = threading.Barrier(num_threads)
+
+    def rate() -> float:
+        torch.set_num_threads(1)
+        with torch.inference_mode():
+            onednn_linear(matrix, packed)
+            start.wait()
+            started, num_products = time.perf_counter(), 0
+            while (passed := time.perf_counter() - started) < seconds:
+                onednn_linear(matrix, packed)
+                num_products += 1
+        return num_products * 2 * _SIZE**3 / passed
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        rates = [future.result() for future in [threads.submit(rate) for _ in range(num_threads)]]
+    torch.set_num_threads(num_threads)
+    loops = PlainLoops()
+    passed = seconds_of(lambda: loops.multiply(torch.float32, DOT_ROUNDS))
+    return max(sum(rates), DOT_ROUNDS * loops.operations(torch.float32) * num_threads / passed)
+
+
+class PlainLoops:
+    """The compiled loops, on as many threads as torch has when they are called."""
+
+    def __init__(self) -> None:
+        self._library = _compiled_loops()
+
+    def operations(self, dtype: torch.dtype) -> int:
+        """The operations of one round on one core; 0 where the processor has no such instruction."""
+        return int(getattr(self._library, f"operations_{_LOOPS[dtype]}")()) if dtype in _LOOPS else 0
+
+    def multiply(self, dtype: torch.dtype, rounds: int) -> list[float]:
+        """`rounds` of dot products of `dtype` on each core, from registers. The sum of each core's accumulators."""
+        loop = getattr(self._library, f"multiply_{_LOOPS[dtype]}")
+        return _on_all_cores(lambda _: loop(ctypes.c_int64(rounds), ctypes.c_float(_FACTOR)))
+
+    def load(self, values: torch.Tensor, pause: int = 0) -> float:
+        """The sum of float32 `values`, of which each core reads its part, a multiple of 128 numbers.
+
+        pause: between two lines of memory, one of PAUSES.
+        """
+        parts = values.chunk(torch.get_num_threads())
+
+        def load_part(i: int) -> float:
+            place, count = ctypes.c_void_p(parts[i].data_ptr()), ctypes.c_int64(len(parts[i]))
+            if pause == 0:
+                return float(self._library.load(place, count))
+            return float(self._library.load_slowly(place, count, ctypes.c_int64(pause)))
+
+        return sum(_on_all_cores(load_part))
+
+
+def _on_all_cores(task: Callable[[int], float]) -> list[float]:
+    """The task's results. Each thread gets its number, and starts when all are there."""
+    num_threads = torch.get_num_threads()
+    start = threading.Barrier(num_threads)
+
+    def run(i: int) -> float:
+        start.wait()
+        return task(i)
+
+    return list(_threads(num_threads).map(run, range(num_threads)))
+
+
+@functools.cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count)
+
+
+@functools.cache
+def _compiled_loops() -> ctypes.CDLL:
+    source = Path(__file__).with_name("plain_loops.cpp")
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "plain_loops.so"
+        flags = ("-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC", "-std=c++17")
+        subprocess.run(["c++", *flags, "-o", library, source], check=True)
+        loops = ctypes.CDLL(str(library))
+    for name in _LOOPS.values():
+        getattr(loops, f"operations_{name}").restype = ctypes.c_int64
+        getattr(loops, f"multiply_{name}").restype = ctypes.c_double
+    loops.load.restype = loops.load_slowly.restype = ctypes.c_double
+    return loops
 
 
 def void(_: object) -> None:

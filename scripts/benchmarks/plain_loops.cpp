@@ -1,4 +1,4 @@
-// Loops that only load, or only multiply, on one core: compiled for the processor at hand and called by plain_loops.py.
+// Loops that only load, or only multiply, on one core: compiled for the processor at hand and called by machine_limits.py.
 // Each multiplication feeds an accumulator of its own until enough are under way to hide an instruction's latency.
 
 #include <cstddef>
@@ -18,7 +18,6 @@ constexpr int kBytes = 32;
 constexpr int kAccumulators = 12;
 
 typedef float Floats __attribute__((vector_size(kBytes)));
-typedef int32_t Integers __attribute__((vector_size(kBytes)));
 constexpr int kLanes = kBytes / sizeof(float);
 
 // Accumulators start with different numbers: the compiler would keep one of several that are always equal.
@@ -66,11 +65,6 @@ int64_t operations_bfloat16() { return 4 * kAccumulators * kLanes; }
 #else
 int64_t operations_bfloat16() { return 0; }
 #endif
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-int64_t operations_int8() { return 8 * kAccumulators * kLanes; }
-#else
-int64_t operations_int8() { return 0; }
-#endif
 
 double multiply_float32(int64_t rounds, float factor) {
   const Floats factors = Floats{} + factor, addends = Floats{} + 1.0f;
@@ -81,18 +75,6 @@ double multiply_bfloat16([[maybe_unused]] int64_t rounds, [[maybe_unused]] float
 #if defined(__AVX512BF16__)
   const __m512bh pairs = _mm512_cvtne2ps_pbh(_mm512_set1_ps(factor), _mm512_set1_ps(factor));
   return sum_after<Floats>(rounds, [&](Floats a) { return (Floats)_mm512_dpbf16_ps((__m512)a, pairs, pairs); });
-#else
-  return 0;
-#endif
-}
-
-double multiply_int8([[maybe_unused]] int64_t rounds, [[maybe_unused]] float factor) {
-#if defined(__AVX512VNNI__)
-  const __m512i codes = _mm512_set1_epi8(1);
-  return sum_after<Integers>(rounds, [&](Integers a) { return (Integers)_mm512_dpbusd_epi32((__m512i)a, codes, codes); });
-#elif defined(__AVXVNNI__)
-  const __m256i codes = _mm256_set1_epi8(1);
-  return sum_after<Integers>(rounds, [&](Integers a) { return (Integers)_mm256_dpbusd_avx_epi32((__m256i)a, codes, codes); });
 #else
   return 0;
 #endif

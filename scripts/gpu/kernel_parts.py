@@ -7,12 +7,18 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from benchmarks.gpu_operators import expand_all, shrink_all
-from benchmarks.lora_workloads import Batch, Model, Step, Workload
+from benchmarks.lora_workloads import (
+    BLOCK_SIZE,
+    EIGHT_BILLION,
+    ONE_BILLION,
+    Batch,
+    LinearShape,
+    Model,
+    Step,
+    Workload,
+    fill_with_codes,
+)
 from benchmarks.machine_limits import Limits, void
-from benchmarks.model_shapes import BLOCK_SIZE, EIGHT_BILLION, ONE_BILLION
-from benchmarks.random_codes import fill_with_codes
-from benchmarks.synthetic_batches import LinearShape
 from gpu.machine import Machine, Row
 from multilora_kernels import (
     CodeType,
@@ -23,6 +29,8 @@ from multilora_kernels import (
     rotary_attention,
     sample_tokens,
 )
+from multilora_kernels.cuda import lora_expand, lora_shrink
+from multilora_kernels.cuda.block_sizes import BlockSizes
 
 TINY_MODEL = Model("tiny", (LinearShape(48, (32, 16, 16)), LinearShape(64, (48,))), 1)
 CODE_TYPES = ((CodeType.INT4, 128), (CodeType.INT8, 128), (CodeType.INT8, 1 << 30), (CodeType.FP8, 1 << 30))
@@ -30,6 +38,20 @@ CODE_TYPES = ((CodeType.INT4, 128), (CodeType.INT8, 128), (CodeType.INT8, 1 << 3
 
 _CACHE_BYTES = 128 << 20
 """More than the second cache of any GPU."""
+
+
+def shrink_all(batch: Batch, sizes: BlockSizes | None = None) -> list[torch.Tensor]:
+    """The v of every linear. sizes: tiles to try in place of the table's."""
+    return [
+        lora_shrink(batch.x[i], batch.tables, column, shape.num_slices, batch.segments, sizes)
+        for column, i, shape in batch.linears
+    ]
+
+
+def expand_all(batch: Batch, v: list[torch.Tensor], sizes: BlockSizes | None = None) -> None:
+    """The update of every linear. sizes: as of `shrink_all`."""
+    for (column, i, shape), v_of_linear in zip(batch.linears, v, strict=True):
+        lora_expand(v_of_linear, batch.y[i], batch.tables, column, shape.slice_sizes, batch.segments, sizes)
 
 
 def measure_kernels(machine: Machine) -> Iterator[Row]:

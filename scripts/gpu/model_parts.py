@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks.machine_limits import Clock
-from benchmarks.model_steps import EIGHT_BILLION, ONE_BILLION, RANK, Sizes, Storage, Workbench, llama_config
 from gpu.machine import Machine, Row
+from gpu.model_steps import EIGHT_BILLION, ONE_BILLION, RANK, Sizes, Storage, Workbench, llama_config
 from multilora_engine.lora.page_copies import copies_to
 from multilora_engine.models.model_config import ModelConfig
 from multilora_kernels import CodeType

@@ -25,9 +25,8 @@ from pathlib import Path
 import torch
 import triton
 
-from benchmarks.lora_workloads import Step
+from benchmarks.lora_workloads import BLOCK_SIZE, EIGHT_BILLION, VOCAB_SIZE, Step
 from benchmarks.machine_limits import void
-from benchmarks.model_shapes import BLOCK_SIZE, EIGHT_BILLION, VOCAB_SIZE
 from gpu.kernel_parts import CODE_TYPES, measure_kernels, measure_quantized, measure_sampling
 from gpu.machine import Machine, Row
 from gpu.report import ERROR_UNIT

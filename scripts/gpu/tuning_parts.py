@@ -13,11 +13,9 @@ from typing import Any
 
 import triton
 
-from benchmarks.gpu_operators import expand_all, shrink_all
-from benchmarks.lora_workloads import Batch, Model, Step, Workload
+from benchmarks.lora_workloads import EIGHT_BILLION, Batch, Model, Step, Workload
 from benchmarks.machine_limits import void
-from benchmarks.model_shapes import EIGHT_BILLION
-from gpu.kernel_parts import TINY_MODEL
+from gpu.kernel_parts import TINY_MODEL, expand_all, shrink_all
 from gpu.machine import Machine, Row
 from gpu.report import PLAN
 from multilora_kernels.cuda.block_sizes import BlockSizes, Operator, block_sizes, capability, entry_with_plans
@@ -63,7 +61,7 @@ def compile_candidates(machine: Machine) -> Iterator[Row]:
 
 
 def tune(machine: Machine) -> Iterator[Row]:
-    """The time of each candidate, and behind those of an operator its entry for block_sizes.json."""
+    """The time of each candidate, and after those of an operator its entry for block_sizes.json."""
     batches, gpu = _batches(machine), capability(machine.device)
     times: _Times = {}
     for operator, of_operator in itertools.groupby(_candidates(machine), key=lambda candidate: candidate.operator):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.lora_cases import FUSED, MIXED_RANKS, make_case
 
-from benchmarks.synthetic_batches import LinearShape
+from benchmarks.lora_workloads import LinearShape
 from multilora_kernels import lora_apply, lora_expand, lora_shrink
 
 WIDE = LinearShape(in_features=520, slice_sizes=(600, 72))

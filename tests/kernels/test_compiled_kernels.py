@@ -29,7 +29,7 @@ from support.compiled_kernels import (
     update_resources,
 )
 
-from benchmarks.synthetic_batches import LinearShape
+from benchmarks.lora_workloads import LinearShape
 from multilora_kernels.cuda import block_sizes
 from multilora_kernels.cuda.decode_attention import decode_kernel
 from multilora_kernels.cuda.expand import expand_kernel

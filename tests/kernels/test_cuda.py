@@ -8,7 +8,7 @@ from support import attention_cases
 from support.attention_cases import OPTIONS, SHAPES
 from support.lora_cases import CODES, FUSED, ODD, TOLERANCES, Case, make_case
 
-from benchmarks.synthetic_batches import LinearShape
+from benchmarks.lora_workloads import LinearShape
 from multilora_kernels import cuda, load_rows, lora_segments, parts, reference, step_inputs_reference
 from multilora_kernels.cuda import segments, update
 from multilora_kernels.kv_rows import SCALE_BYTES, quantize_rows

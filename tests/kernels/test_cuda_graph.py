@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from support.lora_cases import FUSED, Case, make_case
+from support.synthetic_batches import POPULARITIES, choose_adapters
 
-from benchmarks.synthetic_batches import POPULARITIES, choose_adapters
 from multilora_kernels import lora_expand, lora_segments, lora_shrink
 
 pytestmark = pytest.mark.gpu

@@ -11,8 +11,8 @@ from itertools import chain
 import pytest
 import torch
 from support.attention_cases import make_case, make_rotary_step
+from support.synthetic_batches import LinearShape, random_tables
 
-from benchmarks.synthetic_batches import LinearShape, random_tables
 from multilora_kernels import (
     AttentionOptions,
     CodeType,

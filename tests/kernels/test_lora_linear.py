@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 from support.lora_cases import CODES, FUSED, MIXED_RANKS, ODD, STORED, Case, make_case
+from support.synthetic_batches import POPULARITIES, LinearShape
 
-from benchmarks.synthetic_batches import POPULARITIES, LinearShape
 from multilora_kernels import (
     HugePages,
     PackedWeight,

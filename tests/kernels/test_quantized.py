@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.lora_cases import MIXED_RANKS, ODD, make_case
 
-from benchmarks.synthetic_batches import LinearShape
+from benchmarks.lora_workloads import LinearShape
 from multilora_kernels import (
     CodeType,
     HugePages,

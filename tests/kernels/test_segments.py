@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.synthetic_batches import POPULARITIES, choose_adapters
 
-from benchmarks.synthetic_batches import POPULARITIES, choose_adapters
 from multilora_kernels import load_cpu_kernels, lora_segments
 from multilora_kernels.cpu import compiled_kernels
 from multilora_kernels.segments import reference_segments

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.lora_cases import CODES, FUSED, ODD, STORED, TOLERANCES, Case, make_case
-
-from benchmarks.synthetic_batches import POPULARITIES, LinearShape
+from support.synthetic_batches import POPULARITIES, LinearShape
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

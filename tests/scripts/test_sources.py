@@ -77,7 +77,3 @@ def test_figures_without_a_commit_are_refused_before_they_are_measured(
 def test_the_command_does_not_tell_where_this_machine_keeps_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["scripts/run try_images", "cpu", "--folder", "/srv/images", "--docs"])
     assert sources.command_source() == "By `scripts/run try_images cpu --docs`."
-    monkeypatch.setattr(
-        sys, "argv", ["scripts/run bench_peers", "--gguf", "/srv/m.gguf", "--environments", "/srv/peers"]
-    )
-    assert sources.command_source() == "By `scripts/run bench_peers --gguf m.gguf`."

@@ -12,7 +12,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-from benchmarks.synthetic_batches import LinearShape
+from benchmarks.lora_workloads import LinearShape
 from multilora_kernels.cuda.block_sizes import block_sizes
 from multilora_kernels.cuda.decode_attention import decode_constants, decode_kernel
 from multilora_kernels.cuda.elementwise import (

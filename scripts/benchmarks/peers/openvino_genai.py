@@ -8,22 +8,22 @@ import importlib
 import itertools
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.peers.exchange import Answer, Case, Job, Program, Recorder, made, num_bytes, serve
+from benchmarks.peers.exchange import Answer, Case, Job, Recorder, made, serve
 
 _PRECISIONS = {"float32": {"INFERENCE_PRECISION_HINT": "f32"}, "bfloat16": {"INFERENCE_PRECISION_HINT": "bf16"}}
 
 
-def start(job: Job) -> Program:
-    """`job.options`: weights, the format that optimum-intel exports them in (fp32, fp16, int8, int4)."""
+def start(job: Job) -> Callable[[Case], Answer]:
     genai, openvino, numpy = (importlib.import_module(name) for name in ("openvino_genai", "openvino", "numpy"))
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size = 1
     scheduler.max_num_seqs = job.max_num_seqs
     scheduler.enable_prefix_caching = False
-    properties = {"INFERENCE_NUM_THREADS": job.num_threads} | ({} if job.dtype == "auto" else _PRECISIONS[job.dtype])
-    exported = _export(job, job.options.get("weights", "fp32"))
+    properties = {"INFERENCE_NUM_THREADS": job.num_threads} | _PRECISIONS[job.dtype]
+    exported = _export(job)
     pipeline = genai.ContinuousBatchingPipeline(str(exported), scheduler, "CPU", properties)
     numbers = itertools.count()
 
@@ -40,20 +40,18 @@ def start(job: Job) -> Program:
                         recorder.add(place, list(output.generated_ids))
         return recorder.answer()
 
-    return Program(answer, num_bytes(exported, "openvino_model.bin"))
+    return answer
 
 
-def _export(job: Job, weights: str) -> Path:
-    """The checkpoint in OpenVINO's format. With 4 bits 128 inputs share a scale, or fewer where a linear has others."""
+def _export(job: Job) -> Path:
+    """The checkpoint in OpenVINO's format."""
 
     def export(folder: Path) -> None:
         command = Path(sys.executable).with_name("optimum-cli")
-        arguments = ["--model", job.model, "--task", "text-generation-with-past", "--weight-format", weights]
-        if weights == "int4":
-            arguments += ["--group-size-fallback", "adjust"]
+        arguments = ["--model", job.model, "--task", "text-generation-with-past", "--weight-format", "fp32"]
         subprocess.run([command, "export", "openvino", *arguments, folder], check=True)
 
-    return made(Path(job.converted) / f"openvino-{weights}", export)
+    return made(Path(job.converted) / "openvino-fp32", export)
 
 
 if __name__ == "__main__":

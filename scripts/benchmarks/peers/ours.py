@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from benchmarks.peers.exchange import Answer, Case, Job, Program, Recorder, made, num_bytes, serve
-from checkpoints.quantized_default_model import QUANTIZER_VERSION, quantize
+from benchmarks.peers.exchange import Answer, Case, Job, Recorder, serve
 from multilora_client.convert import convert_peft
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
@@ -16,15 +16,9 @@ from multilora_engine.lora.format import pack_adapter
 from multilora_engine.request import GenerationRequest, SamplingParams
 
 
-def start(job: Job) -> Program:
-    """`job.options` are parameters of the engine, but for the adapters' type, lora_dtype, and for weights: the scheme
-    by which `multilora quantize` rounds the checkpoint first.
-    """
+def start(job: Job) -> Callable[[Case], Answer]:
+    """`job.options` are parameters of the engine, but for the adapters' type, lora_dtype."""
     options = dict(job.options)
-    model = Path(job.model)
-    if scheme := options.pop("weights", None):
-        rounded = Path(job.converted) / f"multilora-{scheme}-{QUANTIZER_VERSION}"
-        model = made(rounded, lambda folder: quantize(Path(job.model), folder, scheme))
     lora = {
         "max_loras": max(1, len(job.adapters)),
         "max_lora_rank": job.rank,
@@ -33,7 +27,7 @@ def start(job: Job) -> Program:
     engine = Engine(
         EngineConfig.model_validate(
             {
-                "model_path": model,
+                "model_path": job.model,
                 "device": "cpu",
                 "dtype": job.dtype,
                 "num_threads": job.num_threads,
@@ -62,7 +56,7 @@ def start(job: Job) -> Program:
                 recorder.add(places[output.request_id], list(output.token_ids))
         return recorder.answer()
 
-    return Program(answer, num_bytes(model, "*.safetensors"))
+    return answer
 
 
 if __name__ == "__main__":

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from benchmarks.peers.exchange import Answer, Case, Job, Program, Recorder, num_bytes, serve
+from benchmarks.peers.exchange import Answer, Case, Job, Recorder, serve
 
 _BASE = "__base__"
 """PEFT's name for the rows of a batch without adapter."""
 
 
-def start(job: Job) -> Program:
+def start(job: Job) -> Callable[[Case], Answer]:
     torch.set_num_threads(job.num_threads)
     model: Any = AutoModelForCausalLM.from_pretrained(job.model, dtype=getattr(torch, job.dtype))
     model.generation_config.eos_token_id = None
@@ -46,7 +47,7 @@ def start(job: Job) -> Program:
         )
         return recorder.answer()
 
-    return Program(answer, num_bytes(job.model, "*.safetensors"))
+    return answer
 
 
 def _name(number: int) -> str:

@@ -9,24 +9,32 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM
 
+from benchmarks import bench_engine
 from benchmarks.bench_engine import (
+    BATCHES,
     MIXED,
     adapter_rows,
-    overhead_results,
+    bfloat16_rows,
+    decode_rows,
+    model_seconds,
+    overhead_rows,
     peft_rows,
     prefill_rows,
     prefix_rows,
     save_tiny_model,
+    steps_table,
+    write_steps_table,
 )
-from benchmarks.bench_rows import Row
-from benchmarks.decode_steps import BATCHES, bfloat16_results, decode_results
 from benchmarks.engine_bench import Bench, Work
-from benchmarks.machine_limits import Limits
-from benchmarks.plain_loops import PlainLoops
-from benchmarks.step_parts import PARTS, Stopwatch, timed_parts
-from benchmarks.step_results import StepResult
+from benchmarks.machine_limits import Limits, PlainLoops
+from benchmarks.results import Row, at_least, at_most
+from marked_tables import read_cells, read_table
+from plots import PERFORMANCE, draw_steps
+
+WEIGHTS = ("float32", "bfloat16", "w8a16", "w4a16")
 
 
 @pytest.fixture(scope="module")
@@ -68,53 +76,28 @@ def test_of_two_prompts_that_begin_alike_the_second_finds_the_prefix(bench: Benc
     assert not bench.engine.has_work
 
 
-def test_the_parts_of_a_step_are_all_timed_and_are_the_whole_step(bench: Bench) -> None:
-    with bench.batch(2, prompt_tokens=3), timed_parts() as stopwatch:
-        (seconds,) = bench.step_seconds(1)
-    assert set(stopwatch.seconds) == set(PARTS)
-    assert 0 < sum(stopwatch.seconds.values()) <= seconds
-    measured = dict(stopwatch.seconds)
+def test_a_models_calls_are_timed_as_long_as_they_are_asked_for(bench: Bench) -> None:
+    with bench.batch(2, prompt_tokens=3), model_seconds() as seconds:
+        (step,) = bench.step_seconds(1)
+    assert seconds
+    assert 0 < sum(seconds) < step
+    measured = list(seconds)
     with bench.batch(1, prompt_tokens=3):
         bench.step_seconds(1)
-    assert stopwatch.seconds == measured, "it should have stopped"
-
-
-def test_a_part_does_not_count_the_timed_parts_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("benchmarks.step_parts.time.perf_counter", lambda: now[0])
-    stopwatch = Stopwatch()
-
-    def pass_seconds(seconds: float) -> None:
-        now[0] += seconds
-
-    inner = stopwatch.timed("inner", pass_seconds)
-
-    def outer() -> None:
-        inner(3)
-        pass_seconds(4)
-        inner(5)
-
-    stopwatch.timed("outer", outer)()
-    assert stopwatch.seconds == {"inner": 8, "outer": 4}
+    assert seconds == measured, "it should have stopped"
 
 
 def test_every_part_of_the_benchmark_reports_positive_figures(bench: Bench) -> None:
-    results = decode_results({"float32": bench, "bfloat16": bench}, torch.float32, rounds=1, context=8, num_steps=1)
+    results = decode_rows({"float32": bench, "bfloat16": bench}, torch.float32, rounds=1, context=8, num_steps=1)
     results += prefill_rows({"float32": bench}, rounds=1, num_tokens=16)
     results += adapter_rows(bench, context=4, rounds=1, num_steps=1)
-    results += overhead_results(rounds=1, num_steps=1, num_sequences=4)
-    steps = {step.what: step for step in results if isinstance(step, StepResult)}
-    values = {row.what: row.value for row in results if isinstance(row, Row)}
-    assert len(steps) + len(values) == len(results)
+    results += overhead_rows(rounds=1, num_steps=1, num_sequences=4)
+    values = {row.what: row.value for row in results}
+    assert len(values) == len(results)
     for weights, n in itertools.product(("float32", "bfloat16"), BATCHES):
-        step = steps[f"decode {n}, {weights}"]
-        assert step.limit is not None
-        assert step.seconds > step.limit > 0
-        assert step.parts["linears"] > 0
-    assert steps["decode 1, bfloat16"].limit < steps["decode 1, float32"].limit
-    overhead = steps["overhead of 4, mixed sampling"]
-    assert overhead.seconds > overhead.parts["batch"] > 0
-    assert "linears" not in overhead.parts
+        assert values[f"decode {n}, {weights}"] > 0
+        assert values[f"decode {n}, {weights}: of the limit"] > 1
+    assert values["overhead of 4, mixed sampling"] > 0
     assert values["prefill 16, float32: tokens"] > 0
     assert values["adapters: 16 different"] > 0
     assert bench.engine.stats.num_cached_adapters == 0
@@ -123,13 +106,12 @@ def test_every_part_of_the_benchmark_reports_positive_figures(bench: Bench) -> N
 def test_steps_in_bfloat16_are_measured_against_products_of_bfloat16_where_there_are_any(bench: Bench) -> None:
     checkpoints = {"bfloat16": Path(bench.engine.info.model_path)}
     options = {"num_threads": 1, "kv_cache_memory_bytes": 8 << 20}
-    results = bfloat16_results(checkpoints, rounds=1, context=4, num_steps=1, **options)
-    rows = {row.what for row in results if isinstance(row, Row)}
+    results = bfloat16_rows(checkpoints, rounds=1, context=4, num_steps=1, **options)
     products = "bfloat16" if PlainLoops().operations(torch.bfloat16) else "float32"
-    assert rows == {"machine: read bandwidth", f"machine: {products} products"}
-    steps = {step.what: step for step in results if isinstance(step, StepResult)}
-    assert set(steps) == {f"decode {n}, bfloat16 in bfloat16" for n in BATCHES}
-    assert all(step.seconds > step.limit > 0 for step in steps.values())
+    machine = {"machine: read bandwidth", f"machine: {products} products"}
+    steps = {f"decode {n}, bfloat16 in bfloat16{which}" for n in BATCHES for which in ("", ": of the limit")}
+    assert {row.what for row in results} == machine | steps
+    assert all(row.value > 0 for row in results)
 
 
 def test_the_engine_and_peft_are_asked_for_the_same_answers(bench: Bench) -> None:
@@ -138,3 +120,49 @@ def test_the_engine_and_peft_are_asked_for_the_same_answers(bench: Bench) -> Non
     assert values["peft: engine"] > 0
     assert values["peft: transformers + PEFT"] > 0
     assert bench.engine.stats.num_cached_adapters == 0
+
+
+def decode(*counts: int) -> list[Row]:
+    """Results in the order of the benchmark: a step of n sequences takes n ms, 1.76 times the limit."""
+    return [
+        Row("machine: read bandwidth", 28.04, "GB/s"),
+        Row("machine: float32 products", 340.2, "GFLOP/s"),
+        *(
+            row
+            for weights in WEIGHTS
+            for n in counts
+            for row in (
+                Row(f"decode {n}, {weights}", n, "ms"),
+                at_most(f"decode {n}, {weights}: of the limit", 1.76, "x", {16: 1.5}.get(n)),
+            )
+        ),
+        at_least("decode 1, w4a16 against float32", 1.0, "x", 3),
+    ]
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the page, whose plots are not drawn."""
+    copy = tmp_path / "page.md"
+    copy.write_text(PERFORMANCE.read_text())
+    monkeypatch.setattr(bench_engine, "PERFORMANCE", copy)
+    monkeypatch.setattr(bench_engine, "write_plots", lambda _: None)
+    return copy
+
+
+def test_a_step_is_told_by_its_time_and_its_multiple_of_the_limit_and_one_that_misses_its_goal_says_so() -> None:
+    lines = steps_table(decode(1, 16)).splitlines()
+    assert lines[0] == read_table(PERFORMANCE, "steps").splitlines()[0]
+    assert lines[2:] == ["| 1 |" + " 1 ms | 1.76x |" * 4, "| 16 |" + " 16 ms | 1.76x, missed |" * 4]
+
+
+def test_the_table_is_told_with_the_limits_of_the_machine_and_can_be_drawn(page: Path) -> None:
+    write_steps_table(decode(1, 8, 16, 32), "By a test.")
+    assert read_table(page, "steps").endswith(
+        "\n\nBy a test. The machine meanwhile: read bandwidth 28 GB/s, float32 products 340 GFLOP/s. "
+        "Missed: decode 1, w4a16 against float32 1 x, missed (goal >= 3).\n"
+    )
+    axes = Figure().subplots()
+    draw_steps(axes, read_cells(page, "steps"))
+    times = [line for line in axes.lines if line.get_label() in (*WEIGHTS, "weights in bfloat16")]
+    assert [list(line.get_ydata()) for line in times] == [[1, 8, 16, 32]] * 4

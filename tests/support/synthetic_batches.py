@@ -1,14 +1,13 @@
-"""Synthetic batches and adapters. The kernels' tests use them, too, so that both run the operators on the same inputs.
+"""Synthetic batches and adapters for operators.
 
 Memory that an operator must not read is NaN, and every offset that it must not follow points far outside the arena.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
+from benchmarks.lora_workloads import LinearShape
 from multilora_kernels.adapter_codes import CODE_BITS
 from multilora_kernels.adapter_quantization import quantize_a, quantize_b
 from multilora_kernels.tables import LoRATables
@@ -19,24 +18,6 @@ rarer ones (1 / k^1.5), or one token of one adapter and the rest of another."""
 
 NOWHERE = 1 << 50
 """An offset outside every arena: following it is an error."""
-
-
-@dataclass(frozen=True)
-class LinearShape:
-    """One fused linear: `in_features`, shared by its slices, and the width of each slice."""
-
-    in_features: int
-    slice_sizes: tuple[int, ...]
-
-    @property
-    def num_slices(self) -> int:
-        """Number of slices."""
-        return len(self.slice_sizes)
-
-    @property
-    def out_features(self) -> int:
-        """Width of the whole output."""
-        return sum(self.slice_sizes)
 
 
 def choose_adapters(popularity: str, num_tokens: int, generator: torch.Generator) -> torch.Tensor:

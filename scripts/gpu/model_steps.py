@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.lora_workloads import Step
-from benchmarks.model_shapes import BLOCK_SIZE, VOCAB_SIZE
-from benchmarks.random_codes import fill_with_codes
+from benchmarks.lora_workloads import BLOCK_SIZE, VOCAB_SIZE, Step, fill_with_codes
 from multilora_engine.batch.forward_batch import ForwardBatch, KVCache, TokenLoRAs
 from multilora_engine.models.decoder import Decoder
 from multilora_engine.models.llama import LLAMA
