@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -10,8 +11,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import psutil
-
-from process_memory import anonymous_bytes
 
 SHARED_MEMORY = "/dev/shm"
 SHORTEST_JUDGED_S = 1800.0
@@ -102,6 +101,18 @@ def measure(processes: Mapping[str, psutil.Process], shared_memory: Path) -> dic
     """
     sizes = {name: anonymous_bytes(process) for name, process in processes.items()}
     return sizes | {SHARED_MEMORY: sum(map(_allocated_bytes, shared_memory.iterdir()))}
+
+
+def anonymous_bytes(process: psutil.Process) -> int:
+    """The bytes of a process that are in memory and in no file. Raises psutil.NoSuchProcess."""
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    except OSError:
+        raise psutil.NoSuchProcess(process.pid) from None
+    found = re.search(r"^RssAnon:\s*(\d+) kB$", status, re.MULTILINE)
+    if found is None:  # it has ended, and waits for its parent
+        raise psutil.NoSuchProcess(process.pid)
+    return int(found[1]) << 10
 
 
 def _allocated_bytes(file: Path) -> int:

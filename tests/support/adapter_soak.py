@@ -15,53 +15,152 @@ import queue
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress
-from rich.table import Column, Table
 
 from checkpoints.telling_adapters import (
     BASE_ANSWER,
     HIDDEN_SIZE,
-    MAX_NUMBER,
     MAX_RANK,
     NUM_LAYERS,
     PROMPT_TOKENS,
     SPANNING_INTERMEDIATE_SIZE,
+    answer,
     packed_adapter,
     save_checkpoint,
 )
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.paths import owned_socket_path
 from multilora_engine.process.supervisor import EngineProcess
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
 from multilora_wire.layout import AdapterLayout
-from trials.soak_answers import Call, Tally, Versions
-from trials.soak_engine import Counts
+from support.checked_engine import Counts
 
 Popularity = Literal["zipf", "uniform"]
 
 EXPECTED_ERRORS = frozenset({"NOT_FOUND", "UNAVAILABLE", "CANCELLED"})
 """The codes for an adapter that is not cached, no room, and a request that its client has cancelled."""
 
+ANSWER_TIMEOUT_S = 120.0
 _START_TIMEOUT_S = 120.0
 _MAX_PROMPT_TOKENS = 48
-_MAX_SHOWN = 20
 _BLOCK_SIZE = 4
 _BLOCKS_PER_CLIENT = 5
 """A third of the blocks of the longest requests, so that some are preempted and compute their prompts twice."""
+
+
+@dataclass
+class Tally:
+    """The counts of outcomes, by name; `wrong` describes each wrong answer."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, name: str) -> None:
+        with self._lock:
+            self.counts[name] += 1
+
+    def add(self, verdict: str | None, output: TokenOutput) -> None:
+        """One request ended with `output`; `verdict` tells the fault, None if there is none."""
+        with self._lock:
+            self.counts["requests"] += 1
+            if verdict is not None:
+                self.wrong.append(verdict)
+            elif output.error_code is None:
+                self.counts["right"] += 1
+            if output.error_code is not None:
+                self.errors[output.error_code] += 1
+
+
+class Call:
+    """A listener that keeps the answer to one request."""
+
+    unsent_bytes = 0
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.is_given_up = False
+        self.on_first_tokens: Callable[[], None] | None = None
+        self._final: queue.SimpleQueue[TokenOutput] = queue.SimpleQueue()
+
+    def on_output(self, output: TokenOutput) -> None:
+        self.token_ids += output.token_ids
+        if output.is_final:
+            self._final.put(output)
+        elif self.on_first_tokens is not None:
+            on_first_tokens, self.on_first_tokens = self.on_first_tokens, None
+            on_first_tokens()
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def is_cancelled(self) -> bool:
+        return self.is_given_up
+
+    def give_up(self) -> None:
+        """Stop waiting for the answer; the engine client learns it when it asks."""
+        self.is_given_up = True
+
+    def wait(self) -> TokenOutput:
+        return self._final.get(timeout=ANSWER_TIMEOUT_S)
+
+
+class Versions:
+    """The clients' knowledge of one adapter.
+
+    The lock is held while a version is chosen and submitted, and one engine client submits in order: the engine sees
+    versions in rising order, and a request sees at least `confirmed` and at most `submitted` as they were then.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.lock = threading.Lock()
+        self.number = number
+        self.submitted = -1
+        self.confirmed = -1
+        self._digests: dict[int, str] = {}
+
+    @property
+    def task_id(self) -> int:
+        """An id far from the others, and beyond 32 bits."""
+        return (self.number + 1) * 1_000_000_007
+
+    @property
+    def possible(self) -> range:
+        """The versions a request that is submitted now may be answered by."""
+        return range(max(0, self.confirmed), self.submitted + 1)
+
+    def pack(self, is_new: bool, layout: AdapterLayout) -> tuple[int, PackedAdapter]:
+        """The newest version, or the next one, about to be submitted."""
+        self.submitted = max(0, self.submitted + is_new)
+        packed = packed_adapter(self.number, self.submitted, layout)
+        self._digests[self.submitted] = packed.digest
+        return self.submitted, packed
+
+    def confirm(self, versions: Iterable[int]) -> None:
+        """Note that one of `versions` gave an answer, to a request or an upload."""
+        with self.lock:
+            self.confirmed = max(self.confirmed, min(versions))
+
+    def matching(self, versions: Iterable[int], token_ids: list[int], digest: str) -> list[int]:
+        """The versions whose answer starts with `token_ids` and whose digest it is; a cut answer may have none."""
+        return [
+            version
+            for version in versions
+            if answer(self.number, version)[: len(token_ids)] == token_ids and digest in ("", self._digests[version])
+        ]
 
 
 @dataclass(frozen=True)
@@ -121,7 +220,7 @@ class Soak:
         self._tally = tally
         self._request_ids = itertools.count()
 
-    def run(self, popularity: Popularity, num_turns: int, on_done: Callable[[], None]) -> None:
+    def run(self, popularity: Popularity, num_turns: int) -> None:
         """Let all clients together take `num_turns` turns at the same time. Raises a client's exception."""
         weights = [1 / (number + 1) if popularity == "zipf" else 1 for number in range(len(self._adapters))]
         cumulative = list(itertools.accumulate(weights))
@@ -135,7 +234,6 @@ class Soak:
                 while True:
                     turns.get_nowait()
                     self._turn(random, random.choices(self._adapters, cum_weights=cumulative)[0])
-                    on_done()
 
         with ThreadPoolExecutor(self._options.num_clients) as pool:
             list(pool.map(act, range(self._options.num_clients)))
@@ -150,13 +248,13 @@ class Soak:
                 self._ask(random, versions, habit)
 
     def _upload(self, versions: Versions, is_new: bool) -> None:
-        call, started = Call(), time.perf_counter()
+        call = Call()
         with versions.lock:
             version, packed = versions.pack(is_new, self._layout)
             self._client.put_adapter(call, self._next_id(), versions.task_id, packed)
         output = call.wait()
         self._tally.count("replacements" if is_new else "touches")
-        self._judge(versions, range(version, version + 1), call, output, started, num_expected=0)
+        self._judge(versions, range(version, version + 1), call, output, num_expected=0)
 
     def _ask(self, random: Random, versions: Versions, habit: str) -> None:
         """Ask by task id, or with the weights of a new version; and with the weights when they are not cached."""
@@ -171,7 +269,7 @@ class Soak:
     def _ask_once(
         self, prompt: list[int], versions: Versions, habit: str, with_weights: bool, is_new: bool
     ) -> TokenOutput:
-        request, call, started = self._request(prompt, versions.task_id), Call(), time.perf_counter()
+        request, call = self._request(prompt, versions.task_id), Call()
         must_be_found = self._options.has_disk and versions.confirmed >= 0
         if habit == "cancel":
             call.on_first_tokens = call.give_up
@@ -184,16 +282,16 @@ class Soak:
                 possible, adapter = range(version, version + 1), (versions.task_id, packed)
             self._client.generate(call, [request], request.request_id, adapter)
         output = call.wait()
-        self._judge(versions, possible, call, output, started, must_be_found=must_be_found)
+        self._judge(versions, possible, call, output, must_be_found=must_be_found)
         return output
 
     def _ask_base(self, random: Random) -> None:
-        call, started = Call(), time.perf_counter()
+        call = Call()
         self._client.generate(call, [self._request(_prompt(random), None)])
         output = call.wait()
         is_right = output.error_code is None and call.token_ids == BASE_ANSWER and output.lora_digest == ""
         verdict = None if is_right else f"the base model answered {call.token_ids}, {output}"
-        self._tally.add(verdict, output, time.perf_counter() - started)
+        self._tally.add(verdict, output)
 
     def _judge(
         self,
@@ -201,12 +299,10 @@ class Soak:
         possible: range,
         call: Call,
         output: TokenOutput,
-        started: float,
         num_expected: int = len(BASE_ANSWER),
         must_be_found: bool = False,
     ) -> None:
         """Check that an answer is whole, unless there is a reason, and that its tokens are of a possible version."""
-        seconds = time.perf_counter() - started
         matching = versions.matching(possible, call.token_ids, output.lora_digest)
         is_lost = must_be_found and output.error_code == "NOT_FOUND"
         is_cut = not is_lost and (output.error_code in EXPECTED_ERRORS or output.finish_reason == "cancelled")
@@ -215,7 +311,7 @@ class Soak:
         if is_right and output.error_code is None:
             versions.confirm(matching)
         verdict = f"adapter {versions.number} in {possible} answered {call.token_ids}, {output}"
-        self._tally.add(None if is_right else verdict, output, seconds)
+        self._tally.add(None if is_right else verdict, output)
 
     def _request(self, prompt: list[int], task_id: int | None) -> GenerationRequest:
         return GenerationRequest(self._next_id(), prompt, SamplingParams(max_tokens=len(BASE_ANSWER)), task_id)
@@ -233,7 +329,7 @@ def _prompt(random: Random) -> list[int]:
 @contextmanager
 def engine(parameters: Mapping[str, str], counts_file: Path) -> Iterator[EngineClient]:
     """Starts an engine process, and ends it; it leaves `Counts` in `counts_file`. Yields a client of it."""
-    command = (sys.executable, str(Path(__file__).with_name("soak_engine.py")), str(counts_file))
+    command = (sys.executable, str(Path(__file__).with_name("checked_engine.py")), str(counts_file))
     with owned_socket_path(os.getpid()) as socket_path:
         process = EngineProcess(parameters, socket_path, command=command)
         process.start()
@@ -267,9 +363,7 @@ def engine_parameters(directory: Path, layout: AdapterLayout, options: Options) 
     }
 
 
-def soak(
-    options: Options, popularities: Sequence[Popularity], on_done: Callable[[], None] = lambda: None
-) -> tuple[Tally, list[Counts]]:
+def soak(options: Options, popularities: Sequence[Popularity]) -> tuple[Tally, list[Counts]]:
     """An engine for each popularity, one after the other; the requests are divided between them."""
     tally, counts = Tally(), []
     adapters = [Versions(number) for number in range(options.num_adapters)]
@@ -281,66 +375,6 @@ def soak(
         for popularity in popularities:
             with engine(parameters, counts_file) as client:
                 num_turns = options.num_turns // len(popularities)
-                Soak(client, layout, options, adapters, tally).run(popularity, num_turns, on_done)
+                Soak(client, layout, options, adapters, tally).run(popularity, num_turns)
             counts.append(msgspec.json.decode(counts_file.read_bytes(), type=Counts))
     return tally, counts
-
-
-def measures(tally: Tally, counts: Sequence[Counts], seconds: float) -> dict[str, str]:
-    """The numbers of a run that took so many seconds, by their names."""
-    host, disk = [c.loras.host for c in counts], [c.loras.disk for c in counts]
-    rows: dict[str, float | int] = {
-        "requests": tally.counts["requests"],
-        "right": tally.counts["right"],
-        **{f"error {code}": count for code, count in sorted(tally.errors.items())},
-        "WRONG": len(tally.wrong),
-        **{name: tally.counts[name] for name in sorted(tally.counts.keys() - {"requests", "right"})},
-        "host tier: hits": sum(tier.hits for tier in host),
-        "host tier: misses": sum(tier.misses for tier in host),
-        "host tier: evictions": sum(tier.evictions for tier in host),
-        "disk tier: hits": sum(tier.hits for tier in disk),
-        "disk tier: spilled": sum(tier.copies for tier in disk),
-        "adapters that had to wait": sum(c.loras.waits for c in counts),
-        "preemptions": sum(c.num_preemptions for c in counts),
-        "steps": sum(c.num_steps for c in counts),
-        "seconds": round(seconds),
-        "requests/s": round(tally.counts["requests"] / seconds),
-        "median ms": round(statistics.median(tally.seconds) * 1e3, 1),
-        "p99 ms": round(statistics.quantiles(tally.seconds, n=100)[98] * 1e3, 1),
-    }
-    return {name: f"{value:,}" for name, value in rows.items()}
-
-
-def render(measured: Mapping[str, str]) -> Table:
-    """The numbers of a run for the console."""
-    table = Table("what", Column("count", justify="right"), title="Never the wrong adapter")
-    for row in measured.items():
-        table.add_row(*row)
-    return table
-
-
-def main(
-    requests: Annotated[int, typer.Option(help="Turns of clients; requests sent again come on top.")] = 50_000,
-    adapters: Annotated[int, typer.Option(help="Adapters in all.", max=MAX_NUMBER)] = 2000,
-    clients: Annotated[int, typer.Option(help="Clients at once.")] = 32,
-    device_adapters: Annotated[int, typer.Option(help="Adapters that a step, and the device tier, can hold.")] = 20,
-    host_adapters: Annotated[int, typer.Option(help="Adapters that the host tier can hold, on average.")] = 200,
-    disk: Annotated[
-        bool, typer.Option(help="Keep adapters that memory cannot hold in files, or else send them again.")
-    ] = True,
-    popularity: Annotated[Literal["zipf", "uniform", "both"], typer.Option(help="How often each is asked.")] = "both",
-    seed: Annotated[int, typer.Option(help="Of the clients' actions; their interleaving is up to the machine.")] = 0,
-    spanning: Annotated[bool, typer.Option(help="Adapters of several pages, with pieces that span pages.")] = False,
-) -> None:
-    """Ask, upload, replace, cancel and stop at random, and check every answer. Ends with status 1 if one is wrong."""
-    options = Options(requests, adapters, clients, device_adapters, host_adapters, disk, seed, spanning)
-    popularities: list[Popularity] = ["zipf", "uniform"] if popularity == "both" else [popularity]
-    console, started = Console(), time.perf_counter()
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("asking", total=requests)
-        tally, counts = soak(options, popularities, lambda: progress.advance(task))
-    measured = measures(tally, counts, time.perf_counter() - started)
-    console.print(render(measured))
-    for verdict in tally.wrong[:_MAX_SHOWN]:
-        console.print(f"[red]{escape(verdict)}")
-    raise typer.Exit(1 if tally.wrong else 0)

@@ -1,18 +1,17 @@
-"""The engine process of soak_adapters: checks its own tables as it goes, and leaves its counts in a file.
+"""The engine process of adapter_soak: checks its own tables as it goes, and leaves its counts in a file.
 
-The engine's supervisor starts it; a failed check fails the requests in flight, with INTERNAL.
+The engine's supervisor starts it as a program; a failed check fails the requests in flight, with INTERNAL.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
@@ -52,12 +51,7 @@ class CheckedEngine(Engine):
         self._file.write_bytes(msgspec.json.encode(counts))
 
 
-def run(file: Annotated[Path, typer.Argument(help="Where to leave the counts, as JSON.")]) -> None:
-    """Serve an engine as the supervisor's launch message on stdin says, until stdin ends."""
+if __name__ == "__main__":
     # One line a request would make tens of thousands of lines.
     logging.getLogger(server.__name__).setLevel(logging.WARNING)
-    main.main(partial(CheckedEngine, file))
-
-
-if __name__ == "__main__":
-    typer.run(run)
+    main.main(partial(CheckedEngine, Path(sys.argv[1])))

@@ -1,20 +1,14 @@
-"""A short soak of the real engine process; and that the soak sees wrong answers."""
+"""Many clients of the real engine process, and far more adapters than fit: no answer is of the wrong adapter."""
 
 from __future__ import annotations
 
-import re
-
 import pytest
+from support.adapter_soak import Call, Options, Soak, Tally, Versions, soak
 
 from checkpoints.telling_adapters import MAX_RANK, answer, save_checkpoint
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
-from multilora_engine.lora.life_cycle import LoRAStats, TierStats
 from multilora_engine.request import TokenOutput
 from multilora_wire.layout import AdapterLayout
-from trials import soak_adapters
-from trials.soak_adapters import Options, Popularity, Soak, soak
-from trials.soak_answers import Call, Tally, Versions
-from trials.soak_engine import Counts
 
 _ALL = pytest.mark.long(reason="each case starts two engines; the others have every part of this one")
 
@@ -92,29 +86,3 @@ def test_a_wrong_answer_is_seen(layout: AdapterLayout, given: TokenOutput, is_wr
     soak = Soak(_ScriptedClient([given]), layout, options, [versions], tally)  # type: ignore[arg-type]
     soak._ask_once([100], versions, "ask", with_weights=False, is_new=False)
     assert bool(tally.wrong) is is_wrong
-
-
-def test_the_command_tells_the_counts_and_fails_where_an_answer_was_wrong(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tally = Tally(seconds=[0.1, 0.2])
-    tally.counts.update({"requests": 51_896, "right": 51_895, "replacements": 7})
-    tally.errors["NOT_FOUND"] = 12
-    tally.wrong.append("adapter 3 answered [4]")
-
-    tiers = LoRAStats(TierStats(0, 30 << 20), TierStats(0, 30 << 20), TierStats(0, 16 << 30), 0, 0, 0, 0.0)
-
-    def scripted(options: Options, popularities: list[Popularity], on_done: object) -> tuple[Tally, list[Counts]]:
-        return tally, [Counts(1, 0, tiers), Counts(1, 0, tiers)]
-
-    monkeypatch.setattr(soak_adapters, "soak", scripted)
-    options = {"requests": 1, "adapters": 1, "clients": 1, "device_adapters": 1, "host_adapters": 1, "disk": True}
-
-    with pytest.raises(soak_adapters.typer.Exit) as ended:
-        soak_adapters.main(**options, popularity="both", seed=0, spanning=False)
-
-    assert ended.value.exit_code == 1
-    told = capsys.readouterr().out
-    assert "adapter 3 answered [4]" in told
-    for name, count in {"requests": "51,896", "right": "51,895", "error NOT_FOUND": "12", "WRONG": "1"}.items():
-        assert re.search(rf"{name} +│ +{count} ", told), name
