@@ -6,6 +6,7 @@ second one, of programs that their authors ship: `--clients DIR` runs those.
 from __future__ import annotations
 
 import ast
+import importlib
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,26 +17,13 @@ from typing import Annotated
 import pytest
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from clients import client_program
-from clients.client_program import ClientProgram
-from clients.client_runs import Run, run_all
-from clients.openai_client_programs import OPENAI_PROGRAMS
-from clients.triton_client_programs import TRITON_PROGRAMS
-from marked_tables import write_table
+from marked_tables import console_table, markdown_table, write_table
 from repository import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "clients.md"
-TESTS = sorted((REPOSITORY / "tests" / "e2e").glob("test_conformance_*.py"))
-
-PROGRAMS = (*TRITON_PROGRAMS, *OPENAI_PROGRAMS)
-
-_SHOWN_OUTPUT = 4000
-"""Characters of the output of a program that failed, at its end."""
-
-console = Console(highlight=False, emoji=False)
+E2E = REPOSITORY / "tests" / "e2e"
+TESTS = sorted(E2E.glob("test_conformance_*.py"))
 
 
 @dataclass(frozen=True)
@@ -82,9 +70,8 @@ class Outcomes:
 
 def markdown(rows: Sequence[Row]) -> str:
     """The table of docs/clients.md."""
-    lines = ["| interface | what its clients rely on | here |", "| --- | --- | --- |"]
-    lines += [f"| {row.interface} | {row.requirement} | {row.answer} |" for row in rows]
-    return "\n".join(lines) + "\n"
+    cells = ((row.interface, row.requirement, row.answer) for row in rows)
+    return markdown_table(("interface", "what its clients rely on", "here"), cells, numbers=())
 
 
 def main(
@@ -98,7 +85,7 @@ def main(
             exists=True,
             show_default=False,
             help="Run the programs that clients' authors ship, as they are, instead of our tests. The directory has a "
-            "checkout or a virtual environment of each, by the names that scripts/clients/*_client_programs.py gives.",
+            "checkout of each, by the names that tests/support/client_programs.py gives.",
         ),
     ] = None,
     python: Annotated[
@@ -121,54 +108,33 @@ def main(
         return
     rows, outcomes = read_rows(), Outcomes()
     pytest.main([f"--rootdir={REPOSITORY}", "-q", *map(str, TESTS)], plugins=[outcomes])
-    _show(rows, outcomes)
+    verdicts = [(row.interface, row.requirement, row.answer, "pass" if outcomes.of(row) else "FAIL") for row in rows]
+    console = Console(highlight=False, emoji=False)
+    console.print(console_table(("interface", "what its clients rely on", "here", "test"), verdicts))
+    console.print(f"{sum(map(outcomes.of, rows))} of {len(rows)} rows passed")
     if not all(outcomes.of(row) for row in rows):
         raise typer.Exit(1)
     if update_docs:
         write_table(PAGE, "conformance", markdown(rows))
 
 
-def run_programs(clients: Path, python: Path, only: Sequence[str], update_docs: bool) -> None:
-    """Run the programs in `clients` whose words have one of `only`, and print how each went.
+@dataclass(frozen=True)
+class Chosen:
+    """A pytest plugin that leaves out the programs whose words have none of these texts."""
 
-    Raises typer.Exit when a program did not go as expected.
-    """
-    chosen = [row for row in PROGRAMS if any(text in f"{row.program} {row.version} {row.mode}" for text in only)]
-    runs = []
-    for run in run_all(chosen, clients, python):
-        runs.append(run)
-        console.print(f"{_verdict(run.passed)} {escape(run.program.program)} {run.program.version} {run.program.mode}")
-        if not run.passed:
-            console.print(escape(run.output[-_SHOWN_OUTPUT:]))
-    _show_programs(chosen, runs)
-    if not all(run.passed for run in runs):
+    texts: Sequence[str]
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        programs = [item for item in items if item.get_closest_marker("client_program")]
+        items[:] = [item for item in programs if any(text in item.name for text in self.texts)]
+
+
+def run_programs(clients: Path, python: Path, only: Sequence[str], update_docs: bool) -> None:
+    """Run the programs in `clients` whose words have one of `only`. Raises typer.Exit when one went not as expected."""
+    options = [f"--rootdir={REPOSITORY}", "-v", f"--clients={clients.absolute()}", f"--clients-python={python}"]
+    if pytest.main([*options, str(E2E / "test_client_programs.py")], plugins=[Chosen(only)]):
         raise typer.Exit(1)
     if update_docs:
-        write_table(PAGE, "client programs", client_program.markdown(PROGRAMS))
-
-
-def _show(rows: Sequence[Row], outcomes: Outcomes) -> None:
-    table = Table("interface", "what its clients rely on", "here", "test")
-    for row in rows:
-        table.add_row(
-            row.interface,
-            escape(row.requirement),
-            row.answer,
-            _verdict(outcomes.of(row)),
-        )
-    console.print(table)
-    console.print(f"{sum(map(outcomes.of, rows))} of {len(rows)} rows passed")
-
-
-def _show_programs(rows: Sequence[ClientProgram], runs: Sequence[Run]) -> None:
-    passed = {run.program: run.passed for run in runs}
-    table = Table("program", "version", "mode", "here", "run")
-    for row in rows:
-        verdict = _verdict(passed[row]) if row in passed else ""
-        table.add_row(row.program, row.version, escape(row.mode), escape(row.outcome), verdict)
-    console.print(table)
-    console.print(f"{sum(passed.values())} of {len(runs)} runs went as expected")
-
-
-def _verdict(passed: bool) -> str:
-    return "[green]pass[/]" if passed else "[bold red]FAIL[/]"
+        sys.path.append(str(REPOSITORY / "tests"))
+        programs = importlib.import_module("support.client_programs")
+        write_table(PAGE, "client programs", programs.markdown(programs.PROGRAMS))

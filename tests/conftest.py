@@ -46,6 +46,8 @@ HypothesisProvider._local_constants = Constants()  # type: ignore[method-assign,
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="Run the tests that are marked `long`, too.")
+    parser.addoption("--clients", help="Run clients' programs, too: a folder with their checkouts.")
+    parser.addoption("--clients-python", default=sys.executable, help="With --clients: what runs programs in Python.")
     parser.addoption("--screenshots", action="store_true", help="With --all: draw the console's pictures anew.")
 
 
@@ -62,8 +64,10 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked `long`, without --all."""
-    left_out = [] if config.getoption("--all") else [item for item in items if is_long(item)]
+    """Leave out what is marked `long`, without --all, and clients' programs, without --clients."""
+    has_long, has_clients = config.getoption("--all"), config.getoption("--clients")
+    left_out = [item for item in items if is_long(item) and not has_long]
+    left_out += [item for item in items if item.get_closest_marker("client_program") and not has_clients]
     config.hook.pytest_deselected(items=left_out)
     items[:] = sorted((item for item in items if item not in left_out), key=lambda item: place_of(item.nodeid))
 

@@ -7,7 +7,9 @@ from functools import partial
 from typing import Any, Literal
 
 import openai
-from openai_clients.front import (
+from pydantic import BaseModel, ConfigDict
+
+from support.openai_packages.front import (
     ADAPTER,
     KEY,
     NUM_TOKENS,
@@ -16,11 +18,9 @@ from openai_clients.front import (
     WEATHER_TOOL,
     Front,
     check_weather,
-    main,
     message_of,
     same,
 )
-from pydantic import BaseModel, ConfigDict
 
 OPTIONS: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0}
 TOOLS: dict[str, Any] = {"tools": [WEATHER_TOOL], "parallel_tool_calls": False, "max_tokens": 60, "temperature": 0}
@@ -210,7 +210,3 @@ def embeddings(front: Front) -> None:
     """Embeddings are refused by a message that says so."""
     ask = partial(_client(front).embeddings.create, model="base", input="Who are you?")
     assert "embeddings" in message_of(openai.APIStatusError, ask)
-
-
-if __name__ == "__main__":
-    main()

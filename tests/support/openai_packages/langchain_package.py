@@ -8,8 +8,9 @@ from typing import Any, Literal
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
-from openai_clients.front import ADAPTER, KEY, NUM_TOKENS, PROMPTS, Front, check_weather, main, same
 from pydantic import BaseModel, ConfigDict
+
+from support.openai_packages.front import ADAPTER, KEY, NUM_TOKENS, PROMPTS, Front, check_weather, same
 
 QUESTION = "Who are you?"
 ONE_CALL = {"strict": True, "parallel_tool_calls": False}
@@ -129,7 +130,3 @@ def responses(front: Front) -> None:
 def responses_stream(front: Front) -> None:
     model = _chat_model(front, use_responses_api=True)
     same("".join(piece.text for piece in model.stream(QUESTION)), front.chat())
-
-
-if __name__ == "__main__":
-    main()

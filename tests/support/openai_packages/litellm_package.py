@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 import litellm
 import openai
-from openai_clients.front import (
+from pydantic import BaseModel, ConfigDict
+
+from support.openai_packages.front import (
     ADAPTER,
     KEY,
     NUM_TOKENS,
@@ -17,11 +19,9 @@ from openai_clients.front import (
     WEATHER_TOOL,
     Front,
     check_weather,
-    main,
     message_of,
     same,
 )
-from pydantic import BaseModel, ConfigDict
 
 TOOLS: dict[str, Any] = {"tools": [WEATHER_TOOL], "parallel_tool_calls": False}
 
@@ -120,7 +120,3 @@ def embeddings(front: Front) -> None:
     server = {"model": "openai/base", "api_base": front.url, "api_key": KEY, "num_retries": 0}
     ask = partial(litellm.embedding, input=["Who are you?"], **server)
     assert "embeddings" in message_of(openai.APIError, ask)
-
-
-if __name__ == "__main__":
-    main()

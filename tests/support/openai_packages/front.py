@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
 from typing import Any
 
 QUESTION: list[dict[str, Any]] = [{"role": "user", "content": "Who are you?"}]
@@ -71,18 +69,3 @@ def message_of(error: type[Exception], ask: Callable[[], object]) -> str:
     except error as raised:
         return str(raised)
     raise AssertionError(f"no {error.__name__}, but {answer}")
-
-
-def modes(module: ModuleType) -> dict[str, Callable[[Front], None]]:
-    """The modes of a package's module, by name: its own public functions."""
-    own = (value for value in vars(module).values() if isinstance(value, FunctionType))
-    return {f.__name__: f for f in own if f.__module__ == module.__name__ and not f.__name__.startswith("_")}
-
-
-def main() -> None:
-    """Try the modes that the command line names, one after the other, up to the first that fails."""
-    _, url, *names = sys.argv
-    known = modes(sys.modules["__main__"])
-    for name in names:
-        known[name](Front(url))
-        print(f"{name}: as expected", flush=True)

@@ -1,16 +1,94 @@
-"""The clients of TensorRT-LLM's Triton backend, and Triton's OpenAI front end.
+"""The clients of TensorRT-LLM's Triton backend and Triton's OpenAI front end, as their authors ship them.
 
-Folders: tensorrtllm_backend-v0.8.0, -v0.12.0 and -v0.18.2, checkouts of those tags, and TensorRT-LLM with
-examples/hf_lora_convert.py.
+Each row is a program in one use of it, which has to work here; `scripts/conformance --clients DIR` runs them.
+DIR has the folders tensorrtllm_backend-v0.8.0, -v0.12.0 and -v0.18.2, checkouts of those tags, and TensorRT-LLM with
+examples/hf_lora_convert.py. A row is run by the command `argv` (`env NAME=VALUE ...` for variables), in which these
+names stand for values of a run:
+
+    {python}   an interpreter that has tritonclient and transformers
+    {folder}   DIR/<folder>
+    {grpc} {http}   host:port of the server's protocols
+    {model}    directory of the served checkpoint, with its tokenizer
+    {adapters} directory of the sample adapters, PEFT's files
+    {scratch}  directory that all rows of a run share, empty at first but for the files of client_inputs.py;
+               a row may read files of the rows before it; the command runs in it
+
+A row passes when the command ends with `status` (`WORKS`), or with any (`REFUSED`, `FAILS`), and its output matches
+`shows`. `FAILS` is for programs that cannot work here; the note says why.
+`NOT_RUN` is a row that is not run; its note says why.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
-from clients.client_program import ClientProgram, Outcome, Served
+from marked_tables import markdown_table
+from multilora_engine.tritonserver.upstream_models import UpstreamModels
+
+
+class Outcome(StrEnum):
+    WORKS = "works"
+    REFUSED = "refused"
+    FAILS = "fails"
+    NOT_RUN = "not run"
+
+
+@dataclass(frozen=True)
+class ClientProgram:
+    """program, version, mode: the program, and the use of it that is tried, in the words of docs/clients.md.
+
+    folder: its folder in DIR. argv: the command. shows: a regular expression that its output has to match, which says
+    that it did its task: many programs end with status 0 in any case. served: upstream's models that the server adds.
+    status: its exit status when it works. note: a remark that a user needs, for the table.
+    """
+
+    program: str
+    version: str
+    mode: str
+    folder: str
+    argv: tuple[str, ...]
+    shows: str
+    served: UpstreamModels = UpstreamModels.DECOUPLED
+    expected: Outcome = Outcome.WORKS
+    note: str = ""
+    status: int = 0
+
+    @property
+    def outcome(self) -> str:
+        """The expected answer, in words."""
+        return f"{self.expected}: {self.note}" if self.note else str(self.expected)
+
+    def command(self, places: Mapping[str, str]) -> list[str]:
+        """`argv` for a run. Raises KeyError for a name in braces that `places` has not."""
+        return [re.sub(r"\{(\w+)\}", lambda found: places[found[1]], argument) for argument in self.argv]
+
+    def passes(self, status: int, output: str) -> bool:
+        """Whether a run with this end went as expected."""
+        is_ended_well = status == self.status or self.expected is not Outcome.WORKS
+        return is_ended_well and re.search(self.shows, output) is not None
+
+
+def markdown(programs: Sequence[ClientProgram]) -> str:
+    """The table of docs/clients.md: a mode of several versions is one line, so are modes of one outcome."""
+    versions = _grouped((row.program, row.mode, row.outcome, row.version) for row in programs)
+    modes = _grouped((program, outcome, ", ".join(known), mode) for (program, mode, outcome), known in versions.items())
+    lines = ((f"`{program}`", known, "; ".join(tried), outcome) for (program, outcome, known), tried in modes.items())
+    return markdown_table(("program", "version", "modes", "here"), lines, numbers=())
+
+
+def _grouped(rows: Iterable[tuple[str, str, str, str]]) -> dict[tuple[str, str, str], list[str]]:
+    """The last entries of rows by their first ones, in the order of the rows."""
+    groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for *key, last in rows:
+        groups[key[0], key[1], key[2]].append(last)
+    return groups
+
 
 ADAPTER = "pirate"
 CONVERTED = "converted"
@@ -22,7 +100,14 @@ _ANSWER = r"PASS!"
 
 
 def _row(
-    path: str, version: str, mode: str, arguments: str, shows: str, served: Served, detail: str = "", **more: Any
+    path: str,
+    version: str,
+    mode: str,
+    arguments: str,
+    shows: str,
+    served: UpstreamModels,
+    detail: str = "",
+    **more: Any,
 ) -> ClientProgram:
     """arguments: as a shell would split them. detail: behind the program's name. more: further fields."""
     return ClientProgram(
@@ -37,7 +122,7 @@ def _row(
     )
 
 
-def _tokens(version: str, mode: str, arguments: str, shows: str, served: Served, **more: Any) -> ClientProgram:
+def _tokens(version: str, mode: str, arguments: str, shows: str, served: UpstreamModels, **more: Any) -> ClientProgram:
     path = "inflight_batcher_llm/client/inflight_batcher_llm_client.py"
     return _row(path, version, mode, f"--url {{grpc}} {arguments}", shows, served, **more)
 
@@ -58,7 +143,7 @@ _FAILS_BEHIND_IT = {
 
 
 def _token_rows(version: str) -> list[ClientProgram]:
-    unary, stream = Served.UNARY, Served.DECOUPLED
+    unary, stream = UpstreamModels.UNARY, UpstreamModels.DECOUPLED
     rows = [
         _tokens(version, "whole, checked against transformers", _checked("base"), _ANSWER, unary),
         _tokens(version, "streamed, checked against transformers", f"{_checked('base')} -S", _ANSWER, stream),
@@ -166,7 +251,7 @@ def _texts(version: str, mode: str, arguments: str, shows: str) -> list[ClientPr
     path = "inflight_batcher_llm/client/end_to_end_grpc_client.py"
     arguments = f"--url {{grpc}} --prompt {{prompt}} --output-len 16 {arguments}"
     return [
-        _row(path, version, mode, f"{arguments} --model-name {model}", shows, Served.DECOUPLED, detail=model)
+        _row(path, version, mode, f"{arguments} --model-name {model}", shows, UpstreamModels.DECOUPLED, detail=model)
         for model in ("ensemble", "tensorrt_llm_bls")
     ]
 
@@ -245,7 +330,9 @@ def _benchmark_rows(version: str) -> list[ClientProgram]:
     ]
     if version != "v0.8.0":
         arguments = f"-i grpc --decoupled -u {{grpc}} {common} {dataset}"
-        rows.append(_row(path, version, "gRPC streams", arguments, r"(?s)Total Latency.*OP tokens", Served.DECOUPLED))
+        rows.append(
+            _row(path, version, "gRPC streams", arguments, r"(?s)Total Latency.*OP tokens", UpstreamModels.DECOUPLED)
+        )
     return rows
 
 
@@ -262,7 +349,7 @@ def _test_rows(version: str) -> list[ClientProgram]:
     ]
 
 
-_UNARY = Served.UNARY
+_UNARY = UpstreamModels.UNARY
 
 _OLD_TEST = {
     "shows": r"'NoneType' object has no attribute 'astype'",
@@ -311,7 +398,7 @@ _CONVERTER = ClientProgram(
     note="with stand_in/tensorrt_llm of the user's for the helpers that it imports, since tensorrt_llm needs CUDA",
 )
 
-TRITON_PROGRAMS: tuple[ClientProgram, ...] = (
+PROGRAMS: tuple[ClientProgram, ...] = (
     _CONVERTER,
     *(
         row

@@ -1,1 +1,0 @@
-"""Runs programs of other authors, as they ship them, against our server."""
