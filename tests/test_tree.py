@@ -11,24 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from run import find_commands
-
 ROOT = Path(__file__).parents[1]
 MACHINE_PATH = re.compile(r"(?<![\w.$}])/(?:root|home|work|Users)/")
 SHELL_SCRIPTS = sorted(path for path in (ROOT / "scripts").rglob("*") if path.is_file() and not path.suffix)
-PYTHON_SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
-PYTHON_COMMANDS = sorted(find_commands().values())
-SCRIPT_FOLDERS: dict[str, set[str]] = {
-    "checkpoints": set(),
-    "servers": {"checkpoints"},
-    "training": {"checkpoints"},
-    "benchmarks": {"checkpoints", "servers"},
-    "gpu": {"benchmarks"},
-    "trials": {"checkpoints", "servers"},
-    "deployment": {"checkpoints", "servers", "training"},
-    "clients": {"checkpoints", "servers", "training"},
-}
-"""The folders of scripts/ that each of them may import."""
 DISTRIBUTIONS = ("backend_src", "kernels", "client")
 
 ROOMS = (
@@ -201,29 +186,9 @@ def test_there_are_triton_models() -> None:
 
 
 @pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
-def test_a_shell_script_is_small_executable_and_says_what_it_does(script: Path) -> None:
-    lines = script.read_text().splitlines()
-    assert lines[0] == "#!/usr/bin/env bash"
-    assert lines[1].startswith("# ")
-    assert "set -euo pipefail" in lines
-    assert len(lines) <= 60
+def test_a_shell_script_can_be_executed(script: Path) -> None:
+    assert script.read_text().startswith("#!/usr/bin/env bash\n")
     assert os.access(script, os.X_OK)
-
-
-@pytest.mark.parametrize("script", PYTHON_COMMANDS, ids=lambda path: path.name)
-def test_a_python_command_has_a_help_text(script: Path) -> None:
-    tree = ast.parse(script.read_text())
-    assert ast.get_docstring(tree)
-    (main,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
-    assert [option.arg for option in main.args.args if "help=" not in ast.unparse(option)] == []
-
-
-@pytest.mark.parametrize("script", PYTHON_SCRIPTS, ids=lambda path: path.name)
-def test_a_script_imports_its_folder_or_one_that_knows_less(script: Path) -> None:
-    folder = script.parent.name
-    nodes = ast.walk(ast.parse(script.read_text()))
-    imported = {node.module.split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
-    assert imported & SCRIPT_FOLDERS.keys() <= {folder} | SCRIPT_FOLDERS.get(folder, SCRIPT_FOLDERS.keys())
 
 
 def test_every_test_that_the_threat_model_names_exists() -> None:

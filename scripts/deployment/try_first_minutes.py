@@ -26,7 +26,7 @@ from checkpoints.prepare_default_model import cache_directory, ensure_default_ch
 from deployment.build_wheels import copy_tracked
 from deployment.clean_root import ImageError, require_tools
 from deployment.image_builder import BASE, ImageBuilder
-from marked_tables import write_table
+from marked_tables import markdown_table, write_table
 from plots import DOCS
 from repository import REPOSITORY
 from sources import measured_source
@@ -192,9 +192,8 @@ def main(
 
 def endings_table(endings: Sequence[Ending]) -> str:
     """A row a scene."""
-    lines = ["| a machine without | seconds | says |", "| --- | ---: | --- |"]
-    lines += [f"| {each.scene.lacks} | {each.seconds:.0f} | `{each.sentence}` |" for each in endings]
-    return "\n".join(lines) + "\n"
+    rows = ((each.scene.lacks, f"{each.seconds:.0f}", f"`{each.sentence}`") for each in endings)
+    return markdown_table(("a machine without", "seconds", "says"), rows, numbers=(1,))
 
 
 def play(folder: Path, only: list[str]) -> Iterator[Ending]:

@@ -27,12 +27,11 @@ from typing import Annotated, Self
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from checkpoints.prepare_default_model import ensure_default_checkpoint
 from deployment.clean_root import Image, ImageError, require_tools
 from deployment.image_builder import BASE, ImageBuilder
-from marked_tables import read_cells, read_table, write_table
+from marked_tables import console_table, markdown_table, read_cells, read_table, write_table
 from repository import REPOSITORY
 from servers.started_server import sigterm_as_ctrl_c
 from sources import measured_source
@@ -92,7 +91,8 @@ def main(
         except ImageError as error:
             console.print(f"[bold red]error:[/] {escape(str(error))}")
             raise typer.Exit(1) from None
-    _print(trials)
+    findings = [(trial.recipe, *finding) for trial in trials for finding in trial.findings]
+    console.print(console_table(("recipe", "tried", "seen"), findings, "Images built by buildah"))
     if update_docs:
         update_page(PAGE, trials, source)
 
@@ -214,16 +214,10 @@ def update_page(page: Path, trials: Sequence[Trial], source: str) -> None:
     for trial in trials:
         rows[trial.recipe], sources[trial.recipe] = dict(trial.findings), source
     recipes = [recipe for recipe in RECIPES if recipe in rows]
-    table = [["recipe", *_TRIED], ["---"] * (len(_TRIED) + 1)]
-    table += [[recipe, *(rows[recipe].get(tried, "") for tried in _TRIED)] for recipe in recipes]
-    lines = "".join(f"| {' | '.join(cells)} |\n" for cells in table)
+    lines = markdown_table(
+        ("recipe", *_TRIED),
+        ((recipe, *(rows[recipe].get(tried, "") for tried in _TRIED)) for recipe in recipes),
+        numbers=(),
+    )
     told = (f"- {recipe}: {sources[recipe]}" for recipe in recipes if recipe in sources)
     write_table(page, TABLE, lines, "\n".join(told))
-
-
-def _print(trials: Sequence[Trial]) -> None:
-    table = Table("recipe", "tried", "seen", title="Images built by buildah")
-    for trial in trials:
-        for tried, outcome in trial.findings:
-            table.add_row(trial.recipe, tried, escape(outcome))
-    console.print(table)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -20,11 +20,10 @@ import typer
 from rich.console import Console
 
 from checkpoints.prepare_default_model import ensure_default_checkpoint
-from marked_tables import write_table
+from marked_tables import markdown_table, write_table
 from multilora_engine.errors import MultiloraError
 from repository import REPOSITORY
 from sources import measured_source
-from trials.abuse_table import Row, markdown
 from trials.attacker import Attacker
 from trials.doors import Attack
 from trials.scenes import SCENES, Scene, Stage
@@ -32,10 +31,60 @@ from trials.victim import Gaps, Victim
 
 PAGE = REPOSITORY / "docs" / "attacks.md"
 TABLE = "abuse"
+COLUMNS = (
+    "attack",
+    "before the server",
+    "quiet p50, p99 (ms)",
+    "under it",
+    "errors",
+    "MiB before, after",
+    "attacker met",
+    "verdict",
+)
+_NUMBERS = range(2, 6)
+
+MAX_GAP_RATIO = 3.0
+"""The largest factor by which the victim's longest gaps may grow."""
+
+MAX_GROWTH_BYTES = (1 << 30) + (256 << 20)
+"""The most memory that the server may gain: its host tier and its bound on logits in flight, as they are by default."""
 
 _SETTLE_S = 1.5
 _QUIET_S = 5.0
 _MIN_ATTACK_S = 5.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One attack. quiet, under: the gaps of the victim before and during it.
+
+    num_bytes: of all processes of the server, before and after. met: the answers that the attacker got. loss: a verdict
+    that stands without regard to the victim's gaps; empty if there is none.
+    """
+
+    door: str
+    name: str
+    quiet: Gaps
+    under: Gaps
+    num_bytes: tuple[int, int]
+    met: str
+    loss: str
+
+    @property
+    def verdict(self) -> str:
+        if self.loss:
+            return self.loss
+        if self.under.errors:
+            return f"errors: {self.under.errors[0]}"
+        if self.num_bytes[1] - self.num_bytes[0] > MAX_GROWTH_BYTES:
+            return "memory"
+        return "fine" if self.under.p99_ms <= MAX_GAP_RATIO * self.quiet.p99_ms else "slow"
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        gaps = (f"{met.p50_ms:.0f}, {met.p99_ms:.0f}" for met in (self.quiet, self.under))
+        memory = ", ".join(f"{num // (1 << 20):,}" for num in self.num_bytes)
+        return (self.name, self.door, *gaps, str(len(self.under.errors)), memory, self.met, self.verdict)
 
 
 def main(
@@ -56,9 +105,11 @@ def main(
     for scene in scenes:
         for row in play(scene, checkpoint):
             rows.append(row)
-            console.print(f"{len(rows)} of {num_rows} {row.line}", markup=False, highlight=False, soft_wrap=True)
+            console.print(
+                f"{len(rows)} of {num_rows} | {' | '.join(row.cells)} |", markup=False, highlight=False, soft_wrap=True
+            )
     if update_docs:
-        write_table(PAGE, TABLE, markdown(rows), source)
+        write_table(PAGE, TABLE, markdown_table(COLUMNS, (row.cells for row in rows), _NUMBERS), source)
     raise typer.Exit(int(any(row.verdict != "fine" for row in rows if row.door != "none")))
 
 

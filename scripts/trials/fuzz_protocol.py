@@ -28,7 +28,7 @@ from rich.progress import Progress
 from rich.table import Table
 from tritonclient.grpc import InferenceServerClient, InferInput
 
-from marked_tables import markdown_table, write_table
+from marked_tables import console_table, markdown_table, write_table
 from multilora_client import Client
 from multilora_engine.models.registry import adapter_sites, read_model_config
 from multilora_engine.tritonserver import ServerProcess
@@ -39,6 +39,7 @@ from servers.tiny_server import tiny_server
 from sources import measured_source
 from trials.fuzz_doors import ANSWERED, Doors, Outcome
 from trials.fuzz_requests import NOTHING, Case, make_case
+from trials.soak_memory import anonymous_bytes
 from trials.wire_requests import (
     CACHED_TASK_ID,
     DOORS,
@@ -74,6 +75,10 @@ class Tally:
     slowest_s: Counter[str] = field(default_factory=Counter)
     failures: list[tuple[int, str]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def totals(self) -> Counter[str]:
+        return sum(self.counts.values(), Counter[str]())
 
     def add(self, case: Case, outcome: Outcome, seconds: float) -> None:
         with self._lock:
@@ -194,7 +199,7 @@ def measure(server: ServerProcess) -> Sizes:
     root = psutil.Process(server.pid)
     for process in (root, *root.children(recursive=True)):
         with suppress(psutil.Error):
-            processes[process.pid, _name(process)] = process.memory_info().rss - process.memory_info().shared
+            processes[process.pid, _name(process)] = anonymous_bytes(process)
     shared = sum(path.stat().st_blocks * 512 for path in SHARED_MEMORY.glob(f"*{server.token}*"))
     return Sizes(processes, shared)
 
@@ -207,26 +212,25 @@ def _name(process: psutil.Process) -> str:
 
 
 def render(tally: Tally) -> Table:
-    words = sorted(
-        {word for counts in tally.counts.values() for word in counts}, key=lambda word: (word.isupper(), word)
-    )
-    table = Table("what was done", "requests", *words, "slowest s")
-    for kind in sorted(tally.counts):
-        counts = tally.counts[kind]
-        cells = [str(counts[word] or "") for word in words]
-        table.add_row(kind, str(counts.total()), *cells, f"{tally.slowest_s[kind]:.1f}")
-    totals = sum(tally.counts.values(), Counter[str]())
-    table.add_section()
-    table.add_row("all", str(totals.total()), *(str(totals[word]) for word in words), "")
-    return table
+    words = _words(tally)
+    rows = [
+        (kind, str(counts.total()), *(str(counts[word] or "") for word in words), f"{tally.slowest_s[kind]:.1f}")
+        for kind, counts in sorted(tally.counts.items())
+    ]
+    totals = tally.totals
+    rows.append(("all", str(totals.total()), *(str(totals[word]) for word in words), ""))
+    return console_table(("what was done", "requests", *words, "slowest s"), rows)
+
+
+def _words(tally: Tally) -> list[str]:
+    return sorted(tally.totals, key=lambda word: (word.isupper(), word))
 
 
 def render_sizes(stages: Sequence[Sizes]) -> Table:
     columns = [sizes.by_name() for sizes in stages]
-    table = Table("MiB", "at the start", *(f"after {i}/{len(stages) - 1}" for i in range(1, len(stages))))
-    for name in columns[-1]:
-        table.add_row(name, *(f"{sizes.get(name, 0) / 2**20:.1f}" for sizes in columns))
-    return table
+    heading = ("MiB", "at the start", *(f"after {i}/{len(stages) - 1}" for i in range(1, len(stages))))
+    rows = [(name, *(f"{sizes.get(name, 0) / 2**20:.1f}" for sizes in columns)) for name in columns[-1]]
+    return console_table(heading, rows)
 
 
 def second_half_growth(stages: Sequence[Sizes]) -> int:
@@ -237,7 +241,7 @@ def second_half_growth(stages: Sequence[Sizes]) -> int:
 
 def outcome_table(tally: Tally, stages: Sequence[Sizes], is_unchanged: bool) -> str:
     """The outcomes as a document has them; of processes only those that the server began with."""
-    totals = sum(tally.counts.values(), Counter[str]())
+    totals = tally.totals
     first, last = (stages[place].processes.keys() for place in (0, -1))
     return markdown_table(
         ("", "count"),
@@ -245,7 +249,7 @@ def outcome_table(tally: Tally, stages: Sequence[Sizes], is_unchanged: bool) -> 
             ("requests", f"{totals.total():,}"),
             ("ways of being wrong", f"{len(tally.counts.keys() - {NOTHING})}"),
             ("doors", f"{len(DOORS)}"),
-            *((word, f"{totals[word]:,}") for word in sorted(totals, key=lambda word: (word.isupper(), word))),
+            *((word, f"{totals[word]:,}") for word in _words(tally)),
             ("neither an answer nor a typed error, or too late", f"{len(tally.failures)}"),
             ("processes that died", f"{len(first - last)}"),
             ("valid requests with another answer afterwards", "0" if is_unchanged else "some"),

@@ -28,10 +28,9 @@ import psutil
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from checkpoints.telling_adapters import MAX_RANK, PROMPT_TOKENS, save_checkpoint
-from marked_tables import write_table
+from marked_tables import console_table, markdown_table, write_table
 from multilora_client import Client, MultiloraClientError
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_wire.layout import AdapterLayout
@@ -43,8 +42,9 @@ from trials.judging_clients import ANSWER_TIMEOUT_S, JudgingClients, Tally
 from trials.wall_clock import WallClock
 
 NUM_ADAPTERS = 150
-COLUMNS = ("fault", "clients saw", "recovery, s", "adapters", "lost", "wrong")
 """Adapters of 256 KiB each: five times the size of these servers' host tier, and two thirds of their disk."""
+COLUMNS = ("fault", "clients saw", "recovery, s", "adapters", "lost", "wrong")
+_NUMBERS = range(2, len(COLUMNS))
 
 NO_ERRORS: frozenset[str] = frozenset()
 UNAVAILABLE = frozenset({"UNAVAILABLE"})
@@ -350,16 +350,8 @@ def cells(outcome: Outcome) -> list[str]:
     return [outcome.fault.name, saw, recovery, *map(str, counts)]
 
 
-def render(outcomes: Sequence[Outcome]) -> Table:
-    table = Table(*COLUMNS, title="Faults under load")
-    for outcome in outcomes:
-        table.add_row(*cells(outcome))
-    return table
-
-
 def markdown(outcomes: Sequence[Outcome]) -> str:
-    rows = [COLUMNS, ["---", "---", *["---:"] * (len(COLUMNS) - 2)], *map(cells, outcomes)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return markdown_table(COLUMNS, map(cells, outcomes), _NUMBERS)
 
 
 def inject_all(faults: Sequence[Fault], num_clients: int, log: Path | None) -> Iterator[Outcome]:
@@ -388,7 +380,7 @@ def main(
         for outcome in track(injected, "breaking things", len(chosen), console=console, transient=True):
             outcomes.append(outcome)
     finally:
-        console.print(render(outcomes))
+        console.print(console_table(COLUMNS, map(cells, outcomes), "Faults under load", _NUMBERS))
     if update_docs:
         write_table(REPOSITORY / "docs" / "operating.md", "faults", markdown(outcomes), source)
     complaints = [f"{outcome.fault.name}: {text}" for outcome in outcomes for text in outcome.complaints]

@@ -34,15 +34,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import psutil
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
+from marked_tables import console_table
 from multilora_client import Client, MultiloraClientError
-from repository import REPOSITORY
 from trials.inject_faults import Scene, stage
 from trials.judging_clients import ANSWER_TIMEOUT_S, Tally
 from trials.process_deaths import Deaths
@@ -222,28 +220,31 @@ def _progress(now: float, stretch: Stretch, tally: Tally) -> str:
 
 
 def render(record: Record, tally: Tally) -> list[Table]:
-    """The summary, as Markdown."""
     return [*(_memory_table(stretch) for stretch in record.stretches if stretch.seconds), _answers_table(tally)]
 
 
 def _memory_table(stretch: Stretch) -> Table:
     columns = ("after warm-up, MiB", "at the end, MiB", "slope, MiB/h", "standard error", "")
     heading = f"minutes {stretch.seconds[0] / 60:.1f}-{stretch.seconds[-1] / 60:.1f}"
-    table = Table(heading, *(Column(name, justify="right") for name in columns), box=box.MARKDOWN)
-    for name in stretch.num_bytes:
-        line = stretch.line(name)
-        numbers = (f"{line.first:.1f}", f"{line.last:.1f}", f"{line.slope:+.2f}", f"{line.error:.2f}")
-        table.add_row(name, *numbers, stretch.verdict(name))
-    return table
+    lines = {name: stretch.line(name) for name in stretch.num_bytes}
+    rows = [
+        (
+            name,
+            f"{line.first:.1f}",
+            f"{line.last:.1f}",
+            f"{line.slope:+.2f}",
+            f"{line.error:.2f}",
+            stretch.verdict(name),
+        )
+        for name, line in lines.items()
+    ]
+    return console_table((heading, *columns), rows, numbers=range(1, 5))
 
 
 def _answers_table(tally: Tally) -> Table:
-    table = Table("answers", Column("count", justify="right"), box=box.MARKDOWN)
-    for name, count in sorted(tally.seen.items()):
-        table.add_row(name, f"{count:,}")
-    for name, count in {"wrong": len(tally.wrong), "lost": len(tally.lost), "stuck": tally.stuck}.items():
-        table.add_row(name, f"{count}")
-    return table
+    failed = {"wrong": len(tally.wrong), "lost": len(tally.lost), "stuck": tally.stuck}
+    counts = {**dict(sorted(tally.seen.items())), **failed}
+    return console_table(("answers", "count"), [(name, f"{n:,}") for name, n in counts.items()], numbers=(1,))
 
 
 def conclude(record: Record, tally: Tally, console: Console) -> bool:
@@ -265,33 +266,10 @@ def conclude(record: Record, tally: Tally, console: Console) -> bool:
     return not complaints
 
 
-def plot(record: Record, path: Path) -> None:
-    """Every process over time; from a death of the server to its recovery it is grey."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 5))
-    names = dict.fromkeys(name for stretch in record.stretches for name in stretch.num_bytes)
-    for color, name in enumerate(names):
-        for stretch in record.stretches:
-            sizes = np.asarray(stretch.num_bytes.get(name, ())) / (1 << 20)
-            minutes = np.asarray(stretch.seconds[: len(sizes)]) / 60
-            axes.plot(minutes, sizes, color=f"C{color}", label=name if stretch is record.stretches[0] else None)
-    for death in record.deaths:
-        axes.axvspan(death.at_s / 60, (death.at_s + (death.recovery_s or 0)) / 60, color="lightgrey")
-    axes.set(xlabel="minutes", ylabel="MiB of anonymous memory", title="multilora under mixed load", ylim=(0, None))
-    axes.legend(fontsize="small", ncols=2)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-
-
 def main(
     minutes: Annotated[float, typer.Option(help=f"How long. {_JUDGED}", min=0.1)] = 60.0,
     clients: Annotated[int, typer.Option(help="Clients at once.", min=1)] = 8,
     interval: Annotated[float, typer.Option(help="Seconds between measurements.", min=0.1)] = 5.0,
-    output: Annotated[Path, typer.Option(help="The plot.")] = REPOSITORY / "bench_results" / "soak_serving.png",
     log: Annotated[Path | None, typer.Option(help="Append the server's log to this file.")] = None,
 ) -> None:
     """Soak a server. Ends with status 1 for memory that grows, for an answer that is wrong, lost or stuck, and for a
@@ -306,6 +284,4 @@ def main(
             Soak(scene, record, minutes * 60, interval, partial(console.print, soft_wrap=True)).run()
         finally:
             is_right = conclude(record, scene.load.tally, console)
-            plot(record, output)
-    console.print(f"plot: {output}")
     raise typer.Exit(0 if is_right else 1)

@@ -19,7 +19,7 @@ from marked_tables import read_table
 from multilora_engine.errors import ConfigError
 from multilora_engine.guides.guide_grammar import MAX_GUIDE_BYTES
 from trials import abuse
-from trials.abuse_table import Row, markdown
+from trials.abuse import Row
 from trials.attacker import Attacker
 from trials.door_attacks import _varint
 from trials.doors import Doors, Leak, infer_request
@@ -58,9 +58,10 @@ def test_gaps_are_told_by_percentiles() -> None:
     assert math.isnan(Gaps([], []).p50_ms)
 
 
-def test_the_table_has_a_line_for_each_attack() -> None:
-    _, _, line = markdown([row(QUIET, name="a | b")]).splitlines()
-    assert line == "| a \\| b | proxy | 20, 30 | 20, 30 | 0 | 100, 1,000 | INVALID_ARG | fine |"
+def test_a_row_is_told_in_the_columns_of_the_page() -> None:
+    told = dict(zip(abuse.COLUMNS, row(QUIET).cells, strict=True))
+    assert list(told.values()) == ["an attack", "proxy", "20, 30", "20, 30", "0", "100, 1,000", "INVALID_ARG", "fine"]
+    assert read_table(abuse.PAGE, abuse.TABLE).startswith(f"| {' | '.join(told)} |\n")
 
 
 def test_the_docs_show_attacks_that_there_are_each_once_in_their_order() -> None:

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from trials.judging_clients import Tally
 from trials.soak_memory import SHARED_MEMORY, SHORTEST_JUDGED_S, Stretch
-from trials.soak_serving import Death, Record, Soak, conclude, describe, is_crash, plot
+from trials.soak_serving import Death, Record, Soak, conclude, describe, is_crash
 
 MIB = 1 << 20
 TRITON = frozenset({"tritonserver"})
@@ -91,11 +91,6 @@ def test_a_crash_that_another_death_preceded_is_not_excused(first: str) -> None:
 def test_a_crash_is_told_with_what_clients_saw_of_it() -> None:
     told = describe(crash(errors={"UNAVAILABLE": 12, "INTERNAL": 1}))
     assert told.endswith("clients saw 1 INTERNAL, 12 UNAVAILABLE, all were answered after 20.0 s")
-
-
-def test_the_plot_has_every_stretch(tmp_path: Path) -> None:
-    plot(Record([SHORT, long_stretch(), Stretch()], [crash(), crash(recovery_s=None)]), tmp_path / "soak.png")
-    assert (tmp_path / "soak.png").stat().st_size > 1000
 
 
 class FakeServer:
