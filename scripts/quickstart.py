@@ -28,7 +28,6 @@ from checkpoints.prepare_default_model import cache_directory, ensure_default_ch
 from checkpoints.quantized_default_model import SchemeName, ensure_quantized_checkpoint
 from machine_room import check_memory
 from multilora_client import Adapter, AsyncClient, Client, Message, MultiloraClientError, load_adapter
-from multilora_client.peft_directory import read_peft_directory
 from multilora_client.terminal import one_line_errors
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.registry import adapter_sites, read_model_config
@@ -39,7 +38,9 @@ from multilora_engine.tritonserver.checkpoint import check_stub_opens, resolve_c
 from multilora_engine.tritonserver.launch import announce, console, errors_as_one_line, wait_ready, watch
 from multilora_kernels.cpu.build import needs_compiler
 from multilora_wire.adapter_names import task_id_of_name
+from multilora_wire.adapter_origin import WrongBaseModel
 from multilora_wire.end_with_parent import end_with_parent
+from multilora_wire.peft_files import open_peft_directory
 from servers.started_server import sigterm_as_ctrl_c
 from training.sample_adapters import SAMPLE_ADAPTERS
 
@@ -213,18 +214,11 @@ def sample_adapters(checkpoint: Path) -> dict[str, Adapter]:
 
 def misfit(adapter_directory: Path, checkpoint: Path) -> str | None:
     """Why an adapter was not made for the model of `checkpoint`; None when it fits."""
-    sites = adapter_sites(read_model_config(checkpoint))
-    for module in read_peft_directory(adapter_directory).modules:
-        inputs, outputs = module.lora_a.shape[1], module.lora_b.shape[0]
-        linear = sites.module_at.get((module.layer, module.module_id))
-        if linear is None:
-            return f"they adapt {module.name}, which this model does not have"
-        if (inputs, outputs) != (linear.in_size, linear.out_size):
-            return (
-                f"they were trained for a {module.name} of {inputs} inputs and {outputs} outputs, "
-                f"and this model's has {linear.in_size} and {linear.out_size}"
-            )
-    return None
+    try:
+        with open_peft_directory(adapter_directory, adapter_sites(read_model_config(checkpoint)), checkpoint.name):
+            return None
+    except WrongBaseModel as error:
+        return str(error)
 
 
 def demonstrate(server: ServerProcess, question: Question, adapters: dict[str, Adapter]) -> None:

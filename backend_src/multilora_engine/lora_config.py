@@ -76,7 +76,8 @@ class LoRAConfig(BaseModel):
         ),
     ] = 64
     lora_max_adapter_bytes: Annotated[
-        ByteSize, Field(ge=1, description="Largest `lora_weights` tensor accepted, in bytes or like `4GiB`.")
+        ByteSize,
+        Field(ge=1, description="Largest `lora_weights` or `lora_peft_weights` accepted, in bytes or like `4GiB`."),
     ] = ByteSize(1 << 30)
     lora_dtype: Annotated[
         Literal["auto", StoredDtype],

@@ -14,8 +14,8 @@ doors                                      `Door`: the server's models that answ
 transport                                  the four methods between client and network
   grpc_transport, http_transport           Triton's two protocols
   keyed_transport, keys, tls               API keys, their permissions, certificates
-adapter, convert                           an adapter as the wire carries it, made of a PEFT directory
-  peft_directory, base_weights, bfloat16   reads the directory, and the base's weights for DoRA
+adapter, convert                           an adapter as the wire carries it, from a directory
+  base_weights                             the base's weights, for DoRA
 sizing                                     the memory that adapters take in a server
 errors                                     every error that is raised on purpose
 cli, terminal                              the command `multilora`, and what all its commands share
@@ -24,9 +24,9 @@ cli, terminal                              the command `multilora`, and what all
 openai, console, bench                     commands with parts of their own
 """
 
-from multilora_client.adapter import Adapter, AdapterTensors
+from multilora_client.adapter import Adapter, AdapterFiles, AdapterTensors
 from multilora_client.client import AsyncClient, Client
-from multilora_client.convert import convert_peft, load_adapter, load_adapter_tensors
+from multilora_client.convert import convert_peft, load_adapter
 from multilora_client.doors import DIRECT, ENSEMBLE, Door
 from multilora_client.errors import (
     AdapterConflict,
@@ -65,6 +65,7 @@ __all__ = [
     "AdapterError",
     "AdapterEvent",
     "AdapterEvents",
+    "AdapterFiles",
     "AdapterInfo",
     "AdapterLayout",
     "AdapterNotFound",
@@ -102,6 +103,5 @@ __all__ = [
     "Unsupported",
     "convert_peft",
     "load_adapter",
-    "load_adapter_tensors",
     "parse_error",
 ]

@@ -1,9 +1,9 @@
-"""An adapter as the wire carries it, and the two .npy files that hold it.
+"""An adapter as the wire carries it: PEFT's two files as they are, or the tensors of TensorRT-LLM's converter.
 
-Row i of `weights` is A `[rank, in]` then B `[out, rank]`, both flat and row-major, zero-padded to the widest row; the
-scale is already in B. Row i of `config` describes it: `[module_id, layer, rank]`, or with `is_dora` behind.
+Of the tensors, row i of `weights` is A `[rank, in]` then B `[out, rank]`, both flat and row-major, zero-padded to the
+widest row; the scale is already in B. Row i of `config` describes it: `[module_id, layer, rank]`, or with `is_dora`.
 
-The files are those of TensorRT-LLM's converter: `model.lora_weights.npy` `[1, rows, width]` and
+The converter's files are `model.lora_weights.npy` `[1, rows, width]` and
 `model.lora_config.npy` int32 `[1, rows, 4]`. NumPy has no bfloat16: such weights are stored, as upstream stores them,
 in the two-byte void type (`|V2`) of their bits, so that artefacts of both converters are interchangeable. A third file
 of ours, `model.lora_origin.json`, tells the sides of the matrices.
@@ -12,10 +12,12 @@ of ours, `model.lora_origin.json`, tells the sides of the matrices.
 from __future__ import annotations
 
 import hashlib
+import json
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,11 +33,10 @@ from multilora_wire.converted_files import (
     read_rows,
     write_origin,
 )
+from multilora_wire.peft_config import PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE
+from multilora_wire.peft_files import NUMPY_DTYPES, AdapterDtype, describe_foreign
 from multilora_wire.sites import ModelSites
 
-AdapterDtype = Literal["FP16", "BF16", "FP32"]
-
-NUMPY_DTYPES: dict[AdapterDtype, type[np.generic]] = {"FP16": np.float16, "BF16": np.uint16, "FP32": np.float32}
 _STORED_DTYPES: dict[str, AdapterDtype] = {"float16": "FP16", "void16": "BF16", "float32": "FP32"}
 
 
@@ -85,6 +86,11 @@ class AdapterTensors:
         """Bytes on the wire, padding included."""
         return self.weights.nbytes + self.config.nbytes
 
+    @property
+    def base_model(self) -> str:
+        """The name that the adapter gives its base model; "" where nobody knows it."""
+        return self.origin.base_model if self.origin else ""
+
     def save(self, directory: Path) -> None:
         """Write the files into `directory`, which is made when it is missing."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -110,11 +116,54 @@ class AdapterTensors:
 
 
 @dataclass(frozen=True, eq=False)
+class AdapterFiles:
+    """PEFT's files as they are: the bytes of `adapter_config.json` and of `adapter_model.safetensors`.
+
+    The server reads and checks them.
+    """
+
+    config: bytes
+    weights: bytes
+
+    @cached_property
+    def digest(self) -> bytes:
+        """32 bytes that name the content: equal exactly when both files are."""
+        digest = hashlib.sha256(f"PEFT {len(self.config)} {len(self.weights)}".encode())
+        digest.update(self.config)
+        digest.update(self.weights)
+        return digest.digest()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return len(self.config) + len(self.weights)
+
+    @property
+    def base_model(self) -> str:
+        """The name that the adapter gives its base model; "" without one."""
+        with suppress(ValueError, RecursionError):
+            fields = json.loads(self.config)
+            name = fields.get("base_model_name_or_path") if isinstance(fields, dict) else None
+            return name if isinstance(name, str) else ""
+        return ""
+
+    @classmethod
+    def load(cls, directory: Path) -> AdapterFiles:
+        """Read the files of a directory. Raises AdapterError if one of them is missing."""
+        names = [entry.name for entry in directory.iterdir()]
+        for name in (PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE):
+            if not (directory / name).is_file():
+                foreign = describe_foreign(names)
+                raise AdapterError(f"{directory}/{foreign}" if foreign else f"{directory / name} is missing")
+        return cls((directory / PEFT_CONFIG_FILE).read_bytes(), (directory / PEFT_WEIGHTS_FILE).read_bytes())
+
+
+@dataclass(frozen=True, eq=False)
 class Adapter:
     """An adapter under the task id that the server knows it by (0 to 2**64 - 1)."""
 
     lora_task_id: int
-    tensors: AdapterTensors
+    content: AdapterFiles | AdapterTensors
 
     def __post_init__(self) -> None:
         if not 0 <= self.lora_task_id < 2**64:

@@ -6,13 +6,12 @@ import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from multilora_client.bfloat16 import bfloat16_to_float32
 from multilora_client.errors import AdapterError
+from multilora_wire.bfloat16 import bfloat16_to_float32
 from multilora_wire.checkpoint_directory import only_gguf
 from multilora_wire.quantized.quantization import Quantization, read_quantization
 from multilora_wire.quantized.scheme import (
@@ -27,11 +26,11 @@ from multilora_wire.quantized.scheme import (
     groups_of,
     input_order,
 )
+from multilora_wire.tensor_file import FileBytes, TensorFileError, TensorPlace, read_tensor_places
 
 _INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 MODEL_CONFIG_FILE = "config.json"
-_LENGTH_BYTES = 8
 _FLOATS = {"F16": "<f2", "BF16": "<u2", "F32": "<f4"}
 _DTYPES = _FLOATS | {"I8": "i1", "I32": "<i4", "I64": "<i8", "F8_E4M3": "u1"}
 _VALUES_PER_TILE = 1 << 20
@@ -51,7 +50,7 @@ class BaseWeights:
             raise AdapterError(advice)
         self._directory = directory
         self._file_of = _weight_map(directory)
-        self._header = cache(read_header)
+        self._places = cache(_read_places)
         try:
             has_config = (directory / MODEL_CONFIG_FILE).is_file()
             self._quantization = read_quantization(directory) if has_config else Quantization()
@@ -115,14 +114,14 @@ class BaseWeights:
     def _stored(self, name: str) -> StoredTensor | None:
         if self._file_of and name not in self._file_of:
             return None
-        found = self._header(self._path(name)).get(name)
-        return None if found is None else found[0]
+        found = self._places(self._path(name)).get(name)
+        return None if found is None else StoredTensor(found.dtype, found.shape)
 
     def _array(self, name: str) -> Array:
         path = self._path(name)
-        stored, start = self._header(path)[name]
+        place = self._places(path)[name]
         try:
-            return np.memmap(path, _DTYPES[stored.dtype], "r", start, stored.shape)
+            return np.memmap(path, _DTYPES[place.dtype], "r", place.start, place.shape)
         except ValueError as error:
             raise AdapterError(f"{path} ends before {name} does: {error}") from error
 
@@ -169,25 +168,12 @@ def _weight_map(directory: Path) -> dict[str, str]:
     return {name: Path(file).name for name, file in files.items()}
 
 
-def read_header(path: Path) -> dict[str, tuple[StoredTensor, int]]:
-    """The header's entry for each tensor of a safetensors file, and the byte at which the tensor begins.
-
-    Raises AdapterError.
-    """
+def _read_places(path: Path) -> dict[str, TensorPlace]:
+    """The tensors of a safetensors file. Raises AdapterError."""
     if not path.is_file():
         raise AdapterError(f"{path} is missing; give the directory of the base model's checkpoint in safetensors")
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            header = json.loads(file.read(length))
-        start = _LENGTH_BYTES + length
-        return {name: _read_entry(values, start) for name, values in header.items() if name != "__metadata__"}
-    except (ValueError, OverflowError, MemoryError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise AdapterError(f"{path} is not a safetensors file: {error!r}") from error
-
-
-def _read_entry(values: dict[str, Any], start: int) -> tuple[StoredTensor, int]:
-    shape, first = tuple(values["shape"]), values["data_offsets"][0]
-    if not all(type(number) is int and number >= 0 for number in (*shape, first)):
-        raise ValueError(f"shape {list(shape)} and the first data offset {first!r} must be whole numbers, 0 or more")
-    return StoredTensor(str(values["dtype"]), shape), start + first
+        with FileBytes(path) as file:
+            return read_tensor_places(file)
+    except TensorFileError as error:
+        raise AdapterError(f"{path} is not a safetensors file: {error}") from error

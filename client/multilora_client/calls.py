@@ -11,7 +11,7 @@ import dataclasses
 import threading
 from dataclasses import dataclass
 
-from multilora_client.adapter import Adapter
+from multilora_client.adapter import Adapter, AdapterTensors
 from multilora_client.answers import ChunkReader, parse_generation
 from multilora_client.errors import (
     AdapterConflict,
@@ -56,7 +56,7 @@ class AdapterLedger:
 
     def confirm(self, adapter: Adapter, server_digest: str) -> None:
         with self._lock:
-            self._known[adapter.lora_task_id] = _Known(adapter.tensors.digest, server_digest)
+            self._known[adapter.lora_task_id] = _Known(adapter.content.digest, server_digest)
 
     def forget(self, adapter: Adapter) -> None:
         with self._lock:
@@ -65,7 +65,7 @@ class AdapterLedger:
     def _find(self, adapter: Adapter) -> _Known | None:
         with self._lock:
             known = self._known.get(adapter.lora_task_id)
-        return known if known and known.content == adapter.tensors.digest else None
+        return known if known and known.content == adapter.content.digest else None
 
 
 class Call:
@@ -91,13 +91,17 @@ class Call:
         if self._lora_task_id is not None:
             inputs |= task_id_input(self._lora_task_id)
         if self.adapter is not None and self.sends_weights:
-            inputs |= adapter_tensors(self.adapter.tensors)
+            inputs |= adapter_tensors(self.adapter.content)
         return dataclasses.replace(self._request, inputs=inputs)
 
     @property
     def origin(self) -> AdapterOrigin | None:
-        """The model of the adapter whose weights `request` has, to be compared with the server's; None if unknown."""
-        return self.adapter.tensors.origin if self.adapter is not None and self.sends_weights else None
+        """The model of the tensors that `request` has, to be compared with the server's.
+
+        None if nobody knows it, and for PEFT's files, whose sizes the server compares.
+        """
+        content = self.adapter.content if self.adapter is not None and self.sends_weights else None
+        return content.origin if isinstance(content, AdapterTensors) else None
 
     @property
     def sites_request(self) -> InferRequest:

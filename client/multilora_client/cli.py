@@ -20,13 +20,12 @@ from multilora_client.adapter import Adapter, AdapterTensors
 from multilora_client.bench import command as bench_command
 from multilora_client.client import DEFAULT_URL, Client
 from multilora_client.console import command as console_command
-from multilora_client.convert import StorageDtype, convert_peft, load_adapter
+from multilora_client.convert import StorageDtype, convert_peft, is_peft, load_adapter
 from multilora_client.doors import DIRECT, ENSEMBLE
 from multilora_client.errors import AdapterError, InvalidRequest
 from multilora_client.generation import Chunk, Generation
 from multilora_client.openai import command as openai_command
 from multilora_client.options import DEFAULT_MAX_TOKENS, GenerateOptions, Message
-from multilora_client.peft_directory import is_peft
 from multilora_client.quantize_command import quantize
 from multilora_client.terminal import Url, one_line_errors, progress_bars
 from multilora_client.tls import Tls
@@ -343,7 +342,7 @@ def _choose_adapter(
 
 def _note_other_model(directory: Path, adapter: Adapter, client: Client) -> None:
     """Tell of an adapter that names another base model than the server's. Sides that fit do not prove the weights."""
-    trained_on = adapter.tensors.origin.base_model if adapter.tensors.origin else ""
+    trained_on = adapter.content.base_model
     if not trained_on:
         return
     served = client.describe_model().model

@@ -6,25 +6,31 @@ divided by the lengths of the adapted weight's rows. Converting it takes the bas
 
 A fused `gate_up_proj` (module id 18) computes gate | up in Hugging Face checkpoints; upstream's fused module computes
 up | gate. The outputs of B (and a magnitude) are therefore exchanged half by half. A fused `qkv_proj` is q | k | v on
-both sides.
+both sides. `multilora_wire.peft_files` reads the values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from multilora_client.adapter import NUMPY_DTYPES, Adapter, AdapterDtype, AdapterTensors, is_converted
+from multilora_client.adapter import Adapter, AdapterFiles, AdapterTensors, is_converted
 from multilora_client.base_weights import MODEL_CONFIG_FILE, BaseWeights
-from multilora_client.bfloat16 import bfloat16_to_float32, float32_to_bfloat16
 from multilora_client.errors import AdapterError
-from multilora_client.peft_directory import LoRAModule, describe_foreign, is_peft, read_peft_directory
 from multilora_client.sizing import read_sites
-from multilora_wire.module_names import MLP_GATE_UP
+from multilora_wire.adapter_origin import WrongBaseModel
+from multilora_wire.peft_config import PEFT_CONFIG_FILE, PeftError
+from multilora_wire.peft_files import (
+    NUMPY_DTYPES,
+    AdapterDtype,
+    LinearReader,
+    PeftAdapter,
+    describe_foreign,
+    open_peft_directory,
+)
 from multilora_wire.sites import ModelSites
 
 StorageDtype = Literal["float16", "bfloat16", "float32"]
@@ -54,19 +60,23 @@ def convert_peft(
         base = BaseWeights(base_model)
         if sites is None and (base_model / MODEL_CONFIG_FILE).is_file():
             sites = read_sites(base_model)
-    adapter = read_peft_directory(directory, sites, "" if base_model is None else base_model.resolve().name)
-    dtype = _DTYPES[storage_dtype] if storage_dtype else adapter.dtype
-    weights = np.zeros((len(adapter.modules), max(map(_row_size, adapter.modules))), NUMPY_DTYPES[dtype])
-    for index, module in enumerate(adapter.modules):
-        weights[index, : _row_size(module)] = _row(module, dtype, base)
-        if on_progress:
-            on_progress(index + 1, len(adapter.modules))
-    config = [[m.module_id, m.layer, m.rank, int(m.magnitude is not None)] for m in adapter.modules]
-    return AdapterTensors(weights, np.array(config, np.int32), dtype, adapter.origin)
+    model = "" if base_model is None else base_model.resolve().name
+    try:
+        with open_peft_directory(directory, sites, model, trusts_patterns=True) as adapter:
+            return _convert(adapter, base, _DTYPES[storage_dtype] if storage_dtype else adapter.dtype, on_progress)
+    except WrongBaseModel as error:
+        raise AdapterError(str(error)) from error
+    except (PeftError, OSError) as error:
+        raise AdapterError(f"{directory}: {error}") from error
 
 
-def load_adapter_tensors(directory: Path, base_model: Path | None = None) -> AdapterTensors:
-    """The adapter in `directory`, whether it is converted already or a PEFT directory; see `convert_peft`."""
+def is_peft(directory: Path) -> bool:
+    """Whether `directory` claims to be a PEFT adapter."""
+    return (directory / PEFT_CONFIG_FILE).exists()
+
+
+def load_content(directory: Path) -> AdapterFiles | AdapterTensors:
+    """The adapter in `directory`: PEFT's files as they are, or the tensors of converted ones. Raises AdapterError."""
     if directory.is_file():
         foreign = describe_foreign([directory.name])
         raise AdapterError(f"{directory} is a file, and an adapter is a directory{foreign and f'. {foreign}'}")
@@ -77,7 +87,7 @@ def load_adapter_tensors(directory: Path, base_model: Path | None = None) -> Ada
     if is_converted(directory):
         return AdapterTensors.load(directory)
     if is_peft(directory):
-        return convert_peft(directory, base_model=base_model)
+        return AdapterFiles.load(directory)
     raise AdapterError(_describe_no_adapter(directory))
 
 
@@ -90,78 +100,32 @@ def _describe_no_adapter(directory: Path) -> str:
     return f"{directory} is neither a PEFT adapter (adapter_config.json) nor a converted one (*.npy){advice}"
 
 
-def load_adapter(
-    directory: Path | str, lora_task_id: int | None = None, base_model: Path | str | None = None
-) -> Adapter:
-    """The adapter in `directory`, PEFT or converted, under a task id. base_model: see `convert_peft`.
+def load_adapter(directory: Path | str, lora_task_id: int | None = None) -> Adapter:
+    """The adapter in `directory`, PEFT or converted, under a task id.
 
-    Without `lora_task_id` the id is taken from the content, see `content_task_id`.
+    Without `lora_task_id` the id is taken from the content, see `content_task_id`. Raises AdapterError.
     """
-    tensors = load_adapter_tensors(Path(directory), None if base_model is None else Path(base_model))
-    return Adapter(content_task_id(tensors) if lora_task_id is None else lora_task_id, tensors)
+    content = load_content(Path(directory))
+    return Adapter(content_task_id(content) if lora_task_id is None else lora_task_id, content)
 
 
-def content_task_id(tensors: AdapterTensors) -> int:
-    """63 bits of the digest of an adapter's content: the same adapter has the same id in every process, and different
-    adapters do not meet under one id."""
-    return int.from_bytes(tensors.digest[:8], "big") >> 1
+def content_task_id(content: AdapterFiles | AdapterTensors) -> int:
+    """63 bits of the digest of an adapter's content: the same files, or the same tensors, have the same id in every
+    process, and different adapters do not meet under one id."""
+    return int.from_bytes(content.digest[:8], "big") >> 1
 
 
-def _row_size(module: LoRAModule) -> int:
-    return module.lora_a.size + module.lora_b.size + (0 if module.magnitude is None else module.magnitude.size)
-
-
-def _row(module: LoRAModule, dtype: AdapterDtype, base: BaseWeights | None) -> npt.NDArray[Any]:
-    with np.errstate(over="ignore"):
-        lora_b = module.lora_b * np.float32(module.scaling)
-    outputs = [lora_b]
-    if module.magnitude is not None:
-        outputs.append(module.magnitude / _row_lengths(module, lora_b, base))
-    if module.module_id == MLP_GATE_UP:
-        outputs = [_swap_halves(values, module.name) for values in outputs]
-    return _cast(np.concatenate([module.lora_a.ravel(), *map(np.ravel, outputs)]), dtype, module.name)
-
-
-def _row_lengths(
-    module: LoRAModule, lora_b: npt.NDArray[np.float32], base: BaseWeights | None
-) -> npt.NDArray[np.float32]:
-    """The row norms of the adapted weight W + B A, `[out]`. lora_b: with the scale in it."""
-    if base is None:
-        raise AdapterError(
-            f"{module.name} is a DoRA module, which takes the base model's weights to convert: name its checkpoint "
-            "(multilora convert --base-model DIR)"
-        )
-    lengths = np.empty(len(lora_b), np.float32)
-    first = 0
-    for weight in base.tiles(module.name, (len(lora_b), module.lora_a.shape[1])):
-        rows = slice(first, first + len(weight))
-        lengths[rows] = np.linalg.norm(weight + lora_b[rows] @ module.lora_a, axis=1)
-        first = rows.stop
-    if not lengths.all():
-        raise AdapterError(f"{module.name} has a row of zeros, which no magnitude can stretch")
-    return lengths
-
-
-def _swap_halves(outputs: npt.NDArray[np.float32], name: str) -> npt.NDArray[np.float32]:
-    """`[gate; up]` -> `[up; gate]` along the outputs."""
-    if outputs.shape[0] % 2:
-        raise AdapterError(f"{name} has {outputs.shape[0]} outputs, which are not two halves")
-    gate, up = np.split(outputs, 2)
-    return np.concatenate([up, gate])
-
-
-def _cast(values: npt.NDArray[np.float32], dtype: AdapterDtype, name: str) -> npt.NDArray[Any]:
-    """Cast a row; a value beyond the range of `dtype` is an error, never an infinity."""
-    if dtype == "BF16":
-        bits = float32_to_bfloat16(values)
-        _check_range(values, bfloat16_to_float32(bits), dtype, name)
-        return bits
-    with np.errstate(over="ignore"):
-        row = values.astype(NUMPY_DTYPES[dtype])
-    _check_range(values, row, dtype, name)
-    return row
-
-
-def _check_range(values: npt.NDArray[np.float32], row: npt.NDArray[Any], dtype: AdapterDtype, name: str) -> None:
-    if not np.isfinite(row).all():
-        raise AdapterError(f"{name}: {np.abs(values).max():g} does not fit into {dtype}; use a wider storage type")
+def _convert(
+    adapter: PeftAdapter, base: BaseWeights | None, dtype: AdapterDtype, on_progress: Progress | None
+) -> AdapterTensors:
+    linears, reader = adapter.linears, LinearReader(adapter, base, dtype)
+    weights = np.zeros((len(linears), max(linear.num_values for linear in linears)), NUMPY_DTYPES[dtype])
+    for index, linear in enumerate(linears):
+        end = 0
+        for one in reader.read(linear):
+            start, end = end, end + one.values.size
+            weights[index, start:end] = one.values.ravel()
+        if on_progress:
+            on_progress(index + 1, len(linears))
+    config = [[m.module_id, m.layer, m.rank, int(m.magnitude is not None)] for m in linears]
+    return AdapterTensors(weights, np.array(config, np.int32), dtype, adapter.origin)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from tritonclient.utils import deserialize_bytes_tensor, np_to_triton_dtype, serialize_byte_tensor, triton_to_np_dtype
 
-from multilora_client.adapter import AdapterTensors
+from multilora_client.adapter import AdapterFiles, AdapterTensors
 
 _WEIGHTS_INPUTS = {"FP16": "lora_weights", "BF16": "lora_weights_bf16", "FP32": "lora_weights_fp32"}
 
@@ -47,11 +47,17 @@ def string_tensor(values: Sequence[str]) -> Tensor:
     return Tensor("BYTES", array.shape, serialize_byte_tensor(array).item())
 
 
-def adapter_tensors(tensors: AdapterTensors) -> dict[str, Tensor]:
+def adapter_tensors(content: AdapterFiles | AdapterTensors) -> dict[str, Tensor]:
     """The inputs that carry an adapter. Triton fixes one type per input, so each type of weights has its own."""
-    weights = Tensor(tensors.dtype, (1, *tensors.weights.shape), tensors.weights.tobytes())
-    config = Tensor("INT32", (1, *tensors.config.shape), tensors.config.tobytes())
-    return {_WEIGHTS_INPUTS[tensors.dtype]: weights, "lora_config": config}
+    if isinstance(content, AdapterFiles):
+        config = np.array([[content.config]], np.object_)
+        return {
+            "lora_peft_config": Tensor("BYTES", config.shape, serialize_byte_tensor(config).item()),
+            "lora_peft_weights": Tensor("UINT8", (1, len(content.weights)), content.weights),
+        }
+    weights = Tensor(content.dtype, (1, *content.weights.shape), content.weights.tobytes())
+    rows = Tensor("INT32", (1, *content.config.shape), content.config.tobytes())
+    return {_WEIGHTS_INPUTS[content.dtype]: weights, "lora_config": rows}
 
 
 def flat_values(datatype: str, data: bytes) -> Sequence[Any]:

@@ -18,6 +18,12 @@ _MAX_NAME_CHARS = 200
 class WrongBaseModel(Exception):
     """An adapter was made for another model; the text names the module, the adapter's sides and the model's."""
 
+    @classmethod
+    def of(cls, base_model: str, model: str, difference: str) -> WrongBaseModel:
+        """base_model: the name that the adapter gives its model. model: the name of the one that it met."""
+        made_for = base_model[:_MAX_NAME_CHARS] or "another base model"
+        return cls(f"the adapter was made for {made_for}, not for {model or 'the model here'}: {difference}")
+
 
 class AdaptedLinear(msgspec.Struct, frozen=True):
     """A linear that an adapter changes, by A `[rank, in_size]` and B `[out_size, rank]`.
@@ -53,10 +59,7 @@ class AdapterOrigin(msgspec.Struct, frozen=True):
         """
         for linear in self.linears:
             if difference := _difference(linear, sites):
-                made_for = self.base_model[:_MAX_NAME_CHARS] or "another base model"
-                raise WrongBaseModel(
-                    f"the adapter was made for {made_for}, not for {model or 'the model here'}: {difference}"
-                )
+                raise WrongBaseModel.of(self.base_model, model, difference)
 
 
 def _difference(linear: AdaptedLinear, sites: ModelSites) -> str:
@@ -65,10 +68,15 @@ def _difference(linear: AdaptedLinear, sites: ModelSites) -> str:
     if module is not None:
         there, here = (linear.in_size, linear.out_size), (module.in_size, module.out_size)
         return "" if there == here else f"{linear.name} has {_sides(*there)} there, {_sides(*here)} here"
-    if not 0 <= linear.layer < sites.num_layers:
-        return f"{linear.name} is a layer there, and the model here has {sites.num_layers} layers"
+    return describe_missing(linear.name, linear.layer, sites)
+
+
+def describe_missing(name: str, layer: int, sites: ModelSites) -> str:
+    """The difference between a model with the linear `name` in `layer` and one without, which has these sites."""
+    if not 0 <= layer < sites.num_layers:
+        return f"{name} is a layer there, and the model here has {sites.num_layers} layers"
     names = dict.fromkeys(site.name.rpartition(".")[2] for site in sites.sites)
-    return f"{linear.name} is a linear there, and the layers here have {', '.join(names)}"
+    return f"{name} is a linear there, and the layers here have {', '.join(names)}"
 
 
 def _sides(in_size: int, out_size: int) -> str:

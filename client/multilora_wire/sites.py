@@ -16,6 +16,7 @@ from multilora_wire.module_names import (
     ATTN_Q,
     ATTN_QKV,
     ATTN_V,
+    FUSED_NAMES,
     MLP_4H_TO_H,
     MLP_GATE,
     MLP_GATE_UP,
@@ -89,6 +90,16 @@ class ModelSites:
     def module_at(self) -> dict[tuple[int, int], WireModule]:
         """A wire module by (layer, module id)."""
         return {(module.layer, module.module_id): module for module in self.modules}
+
+    @cached_property
+    def module_named(self) -> dict[str, WireModule]:
+        """A wire module by Hugging Face's name of its linear, such as `layers.3.mlp.gate_up_proj` for a fused one."""
+        return {self._name_of(module): module for module in self.modules}
+
+    def _name_of(self, module: WireModule) -> str:
+        if len(module.parts) == 1:
+            return self.site_at[module.parts[0].column].name
+        return f"layers.{module.layer}.{FUSED_NAMES[module.module_id]}"
 
     @cached_property
     def site_at(self) -> dict[int, AdapterSite]:

@@ -144,7 +144,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         if "lora_task_id" not in inputs:
             return None
         task = int(inputs["lora_task_id"].item())
-        if "lora_config" in inputs:
+        if "lora_config" in inputs or "lora_peft_config" in inputs:
             self.adapters.add(task)
         if task in self.adapters:
             return None
@@ -186,7 +186,15 @@ def fake_triton() -> Iterator[FakeTriton]:
 
 def _decode(datatype: str, shape: list[int], data: bytes) -> Any:
     if datatype != "BYTES":
-        numpy_type = {"BOOL": "?", "INT32": "<i4", "UINT64": "<u8", "FP16": "<f2", "FP32": "<f4", "BF16": "<u2"}
+        numpy_type = {
+            "BOOL": "?",
+            "UINT8": "u1",
+            "INT32": "<i4",
+            "UINT64": "<u8",
+            "FP16": "<f2",
+            "FP32": "<f4",
+            "BF16": "<u2",
+        }
         return np.frombuffer(data, numpy_type[datatype]).reshape(shape)
     values, offset = [], 0
     while offset < len(data):

@@ -20,7 +20,7 @@ import pytest
 from typer.main import get_group
 from typer.testing import CliRunner, Result
 
-from multilora_client import AdapterTensors, load_adapter
+from multilora_client import AdapterTensors, convert_peft, load_adapter
 from multilora_client.cli import app
 from multilora_wire.adapter_names import task_id_of_name
 from multilora_wire.sites import decoder_sites
@@ -156,6 +156,8 @@ def test_upload_sends_each_adapter_by_its_directorys_name(
     ]
     assert fake_triton.adapters == {int(line[0]) for line in lines}
     assert [inputs["lora_name"] for _, inputs in fake_triton.received] == [["converted"], ["peft"]]
+    sent = fake_triton.received[1][1]["lora_peft_weights"]
+    assert sent.tobytes() == (peft / "adapter_model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("folder", ["checkpoint-500", "adapter", "a name", "é"])
@@ -192,11 +194,14 @@ def test_an_adapter_is_sent_under_the_name_or_the_id_that_was_given(
     assert inputs["lora_weights"].shape == (1, 2, 7)
 
 
-def test_upload_refuses_an_adapter_of_another_model(fake_triton: Any, save_adapter: Callable[..., Any]) -> None:
+def test_upload_refuses_converted_files_of_another_model(
+    fake_triton: Any, save_adapter: Callable[..., Any], tmp_path: Path
+) -> None:
     sites = asdict(decoder_sites(2, hidden_size=40, q_size=24, kv_size=4, intermediate_size=40))
     fake_triton.report = {"layout": {"sites": sites}} | MODEL
 
-    result = run("upload", save_adapter().directory, "--url", fake_triton.url)
+    convert_peft(save_adapter().directory).save(tmp_path / "converted")
+    result = run("upload", tmp_path / "converted", "--url", fake_triton.url)
 
     assert result.exit_code == 1
     assert (
@@ -262,7 +267,7 @@ def test_convert_writes_what_the_library_converts(save_adapter: Callable[..., An
         (["upload", "no-such-folder"], "error: [INVALID_ADAPTER] there is no directory no-such-folder"),
         (
             ["convert", "no-such-folder", "out"],
-            "error: [INVALID_ADAPTER] no-such-folder/adapter_config.json is missing",
+            "error: [INVALID_ADAPTER] no-such-folder: adapter_config.json is missing",
         ),
         (["upload", "/etc"], "error: [INVALID_ADAPTER] /etc is neither a PEFT adapter"),
         (

@@ -207,7 +207,7 @@ def load(directory: Path, is_converted: bool) -> Adapter:
     """The adapter of a folder of PEFT, or of the files that `multilora convert` makes of it."""
     adapter = Adapter(7, convert_peft(directory, "float16"))
     if is_converted:
-        adapter.tensors.save(directory.parent / "converted")
+        adapter.content.save(directory.parent / "converted")
         return load_adapter(directory.parent / "converted", 7)
     return adapter
 
@@ -419,7 +419,7 @@ def test_an_equal_adapter_loaded_twice_is_sent_once(
     client.generate("hi", adapter=adapter)
 
     client.generate(
-        "hi", adapter=Adapter(7, AdapterTensors(small_tensors.weights.copy(), adapter.tensors.config, "FP16"))
+        "hi", adapter=Adapter(7, AdapterTensors(small_tensors.weights.copy(), adapter.content.config, "FP16"))
     )
 
     assert server.events == ["weights", "id"]
@@ -778,7 +778,7 @@ def test_threads_share_one_client(adapter: Adapter) -> None:
     """Every thread gets its own adapter's answers; an adapter is sent once, or once per thread when they race."""
     server = Server()
     client = Client(transport=MockTransport(server))
-    adapters = [Adapter(task, adapter.tensors) for task in range(4)]
+    adapters = [Adapter(task, adapter.content) for task in range(4)]
     failures: list[object] = []
 
     def use_all() -> None:

@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Phi3Config, Starcoder2Config
 
-from multilora_client import AdapterError, AdapterTensors, convert_peft, load_adapter
+from multilora_client import AdapterError, AdapterFiles, AdapterTensors, convert_peft, load_adapter
 
 MODULES = {
     1: "self_attn.q_proj",
@@ -203,13 +203,14 @@ def test_an_adapter_of_another_model_than_the_base_is_refused(
     )
     with pytest.raises(AdapterError, match=message):
         convert_peft(other, base_model=checkpoint)
-    with pytest.raises(AdapterError, match=message):
-        load_adapter(other, base_model=checkpoint)
     assert convert_peft(other, base_model=base[1]).origin == convert_peft(other).origin
 
 
-SERVED = {"task_type", "bias", "fan_in_fan_out", "velora_config", "eva_config", "ensure_weight_tying", "use_dora"}
-REFUSED = {"monteclora_config", "kasa_config", "arrow_config", "use_bdlora", "alora_invocation_tokens", "lora_bias"}
+SERVED = {
+    *("task_type", "bias", "fan_in_fan_out", "velora_config", "eva_config", "ensure_weight_tying", "use_dora"),
+    *("monteclora_config", "use_bdlora"),
+}
+REFUSED = {"kasa_config", "arrow_config", "alora_invocation_tokens", "lora_bias"}
 
 
 @pytest.mark.parametrize("field", sorted(SERVED | REFUSED))
@@ -434,15 +435,19 @@ def test_progress_is_reported_row_by_row(save_adapter: Callable[..., Any]) -> No
     assert steps == [(done, 14) for done in range(1, 15)]
 
 
-def test_an_adapter_has_the_same_id_whether_it_is_converted_or_not(
+def test_an_adapter_is_loaded_as_its_files_are_and_has_an_id_of_its_content(
     save_adapter: Callable[..., Any], tmp_path: Path
 ) -> None:
     directory = save_adapter().directory
     convert_peft(directory).save(tmp_path / "converted")
 
-    adapter, converted = load_adapter(directory), load_adapter(tmp_path / "converted")
+    files, converted = load_adapter(directory), load_adapter(tmp_path / "converted")
 
-    assert adapter.lora_task_id == converted.lora_task_id < 2**63
+    assert isinstance(files.content, AdapterFiles)
+    assert files.content.weights == (directory / "adapter_model.safetensors").read_bytes()
+    assert isinstance(converted.content, AdapterTensors)
+    assert files.lora_task_id == load_adapter(directory).lora_task_id < 2**63
+    assert converted.lora_task_id not in (files.lora_task_id, load_adapter(directory, 7).lora_task_id)
     assert load_adapter(directory, 7).lora_task_id == 7
 
 
@@ -456,3 +461,44 @@ def test_rows_are_ordered_and_typed_for_the_wire(save_adapter: Callable[..., Any
 
     assert config.dtype == np.int32
     assert config[:, :2].tolist() == [[module_id, layer] for layer in (0, 1) for module_id in range(1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["adapters.safetensors", "0000100_adapters.safetensors"], r"adapters\.safetensors: MLX wrote this adapter"),
+        (["adapter_model.bin"], r"adapter_model\.bin is a pickle.*safe_serialization=True"),
+        (["adapter_0.pt"], r"adapter_0\.pt is a pickle"),
+        (["model-lora.gguf"], r"model-lora\.gguf is llama\.cpp's form"),
+        (
+            ["lora.safetensors"],
+            r"lora\.safetensors is not in PEFT's form, which is adapter_config\.json with adapter_model",
+        ),
+    ],
+)
+@pytest.mark.parametrize("has_config", [True, False])
+def test_folders_of_other_tools_are_told_by_what_they_are(
+    tmp_path: Path, files: list[str], message: str, has_config: bool
+) -> None:
+    for name in files:
+        (tmp_path / name).write_bytes(b"")
+    if has_config:
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    with pytest.raises(AdapterError, match=message):
+        load_adapter(tmp_path)
+
+
+def test_a_checkpoint_a_file_and_a_folder_of_adapters_are_told_by_what_they_are(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-100").mkdir()
+    write_adapter(tmp_path / "checkpoint-100", module_tensors("mlp.up_proj", torch.ones(2, 5), torch.ones(3, 2)))
+    with pytest.raises(AdapterError, match=rf"is neither a PEFT adapter .*; {tmp_path / 'checkpoint-100'} is one"):
+        load_adapter(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(AdapterError, match=r"config\.json belongs to the checkpoint of a whole model.*serve --model"):
+        load_adapter(tmp_path)
+    (tmp_path / "lora.gguf").write_bytes(b"")
+    with pytest.raises(
+        AdapterError, match=r"lora\.gguf is a file, and an adapter is a directory\. .*llama\.cpp's form"
+    ):
+        load_adapter(tmp_path / "lora.gguf")

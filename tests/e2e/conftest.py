@@ -14,7 +14,7 @@ import tritonclient.http
 from support.conformance import IDS, NUM_TOKENS
 from support.stock_clients import token_request, unary, whole_tokens
 
-from multilora_client import Adapter, Client, load_adapter
+from multilora_client import Adapter, Client, convert_peft, load_adapter
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 from multilora_engine.tritonserver.upstream_models import UpstreamModels
 
@@ -99,8 +99,8 @@ def triton_http(server: ServerProcess) -> Iterator[tritonclient.http.InferenceSe
 
 @pytest.fixture(scope="session")
 def pirate() -> Adapter:
-    """A sample adapter on all linear layers."""
-    return load_adapter(REPOSITORY / "adapters" / "pirate", lora_task_id=1)
+    """A sample adapter on all linear layers, as tensors."""
+    return Adapter(1, convert_peft(REPOSITORY / "adapters" / "pirate"))
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from support.wire import GrpcClient, HttpClient, adapter_tensors, error_of, infer, stream_texts, tensors, text_of
 from tritonclient.utils import InferenceServerException
 
-from multilora_client import Adapter, AdapterError, AdapterNotFound, AdapterTensors, Client, load_adapter
+from multilora_client import Adapter, AdapterNotFound, AdapterTensors, Client, InvalidRequest, load_adapter
 from multilora_engine.tritonserver import ServerProcess
 
 CHAT = '[{"role": "user", "content": "Who are you?"}]'
@@ -31,7 +31,7 @@ fresh_ids = count(1000)
 @pytest.fixture
 def adapter(pirate: Adapter) -> Adapter:
     """The pirate under a task id that the server has never seen."""
-    return Adapter(next(fresh_ids), pirate.tensors)
+    return Adapter(next(fresh_ids), pirate.content)
 
 
 def as_dtype(tensors: AdapterTensors, dtype: str) -> AdapterTensors:
@@ -48,7 +48,7 @@ def test_weights_come_once_and_the_id_alone_is_enough_afterwards(
     triton_grpc: GrpcClient, triton_http: HttpClient, adapter: Adapter, dtype: str, protocol: str
 ) -> None:
     client = triton_grpc if protocol == "grpc" else triton_http
-    sent = Adapter(adapter.lora_task_id, as_dtype(adapter.tensors, dtype))
+    sent = Adapter(adapter.lora_task_id, as_dtype(adapter.content, dtype))
     first = infer(client, "generation_unary", PROMPT | adapter_tensors(sent))
     later = infer(client, "ensemble_unary", PROMPT | tensors(lora_task_id=adapter.lora_task_id))
     base = infer(client, "generation_unary", PROMPT)
@@ -71,9 +71,9 @@ def test_weights_arrive_through_the_streaming_ensemble_too(
 def test_three_columns_rows_in_any_order_and_the_same_bytes_again_are_all_fine(
     triton_grpc: GrpcClient, adapter: Adapter
 ) -> None:
-    order = np.random.default_rng(0).permutation(len(adapter.tensors.config))
-    weights, config = adapter.tensors.weights[order], adapter.tensors.config[order][:, :3].copy()
-    shuffled = replace(adapter.tensors, weights=weights, config=config, origin=None)
+    order = np.random.default_rng(0).permutation(len(adapter.content.config))
+    weights, config = adapter.content.weights[order], adapter.content.config[order][:, :3].copy()
+    shuffled = replace(adapter.content, weights=weights, config=config, origin=None)
     variants = [adapter, Adapter(adapter.lora_task_id, shuffled), adapter]
     digests = {
         infer(triton_grpc, "generation_unary", PROMPT | adapter_tensors(variant)).as_numpy("lora_digest").item()
@@ -99,7 +99,7 @@ def test_an_uncached_id_is_not_found_with_the_words_that_clients_look_for(
 
 
 def test_the_id_zero_is_an_adapter_like_any_other_in_band(triton_grpc: GrpcClient, pirate: Adapter) -> None:
-    zero = Adapter(0, pirate.tensors)
+    zero = Adapter(0, pirate.content)
     result = infer(triton_grpc, "generation_unary", PROMPT | adapter_tensors(zero))
     assert result.as_numpy("lora_digest").item() != b""
 
@@ -125,12 +125,12 @@ def test_uploads_of_one_id_by_many_clients_at_once_store_it_once(server: ServerP
 
 def test_adapters_sent_at_once_arrive_byte_for_byte(server: ServerProcess, client: Client, pirate: Adapter) -> None:
     """A door packs them from the memory of their requests, after it has taken further requests."""
-    random, layers = np.random.default_rng(0), pirate.tensors.config[:, 1]
+    random, layers = np.random.default_rng(0), pirate.content.config[:, 1]
 
     def draw(num_layers: int) -> AdapterTensors:
         kept = layers < num_layers
-        weights = random.standard_normal(pirate.tensors.weights[kept].shape).astype(np.float16)
-        return AdapterTensors(weights * (pirate.tensors.weights[kept] != 0), pirate.tensors.config[kept], "FP16")
+        weights = random.standard_normal(pirate.content.weights[kept].shape).astype(np.float16)
+        return AdapterTensors(weights * (pirate.content.weights[kept] != 0), pirate.content.config[kept], "FP16")
 
     adapters = [Adapter(next(fresh_ids), draw(num_layers)) for num_layers in range(1, 13)]
 
@@ -209,7 +209,7 @@ def test_an_adapter_of_another_model_is_refused_though_its_rows_are_as_long(
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
     sender = client if protocol == "grpc" else http_client
     other = load_adapter(tmp_path, next(fresh_ids))
-    with pytest.raises(AdapterError, match="q_proj has 575 inputs and 577 outputs there, 576 inputs and 576 outputs"):
+    with pytest.raises(InvalidRequest, match="q_proj has 575 inputs and 577 outputs there, 576 inputs and 576 outputs"):
         sender.generate("hi", adapter=other, max_tokens=1)
     with pytest.raises(AdapterNotFound):
         sender.generate("hi", adapter=other.lora_task_id, max_tokens=1)
@@ -229,7 +229,7 @@ def test_other_weights_under_a_cached_id_are_refused_and_the_first_keep_answerin
     triton_grpc: GrpcClient, samples: dict[str, Adapter], adapter: Adapter
 ) -> None:
     first = infer(triton_grpc, "generation_unary", PROMPT | adapter_tensors(adapter))
-    other = Adapter(adapter.lora_task_id, samples["json"].tensors)
+    other = Adapter(adapter.lora_task_id, samples["json"].content)
     with pytest.raises(InferenceServerException, match="is cached with other weights") as caught:
         infer(triton_grpc, "generation_unary", PROMPT | adapter_tensors(other))
     assert error_of(caught.value)[0] == STATUS["ALREADY_EXISTS"]
@@ -251,7 +251,7 @@ def test_our_client_sends_weights_again_by_itself_when_they_were_evicted(
 def evict_everything(client: Client, adapter: Adapter) -> None:
     """Upload the same weights under so many other ids that the host tier (256 MiB) cannot have kept `adapter`."""
     for task_id in islice(fresh_ids, 100):
-        client.upload(Adapter(task_id, adapter.tensors))
+        client.upload(Adapter(task_id, adapter.content))
     with pytest.raises(AdapterNotFound):
         client.generate("x", adapter=adapter.lora_task_id, max_tokens=1)
 

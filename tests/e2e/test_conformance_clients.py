@@ -37,7 +37,7 @@ from support.stock_clients import (
 from support.wire import adapter_tensors
 from tritonclient.utils import InferenceServerException
 
-from multilora_client import Adapter, load_adapter
+from multilora_client import Adapter
 from multilora_client.convert import convert_peft
 
 MAX_NUM_SEQS = 8
@@ -365,7 +365,8 @@ def test_the_front_ends_options(url: str, model: str) -> None:
 
 @row("OpenAI front end", "adapters it sends once and from then on calls by their ids 1, 2, 3")
 def test_the_front_ends_adapters(url: str) -> None:
-    adapters = [adapter_tensors(load_adapter(PIRATE.parent / name, i)) for i, name in enumerate(("pirate", "json"), 1)]
+    samples = [convert_peft(PIRATE.parent / name) for name in ("pirate", "json")]
+    adapters = [adapter_tensors(Adapter(i, sample)) for i, sample in enumerate(samples, 1)]
     adapters = [
         {**only_id(a), "lora_weights": a["lora_weights_bf16"].astype(np.float16), "lora_config": a["lora_config"]}
         for a in adapters

@@ -89,7 +89,7 @@ def test_a_peft_folder_is_uploaded_pinned_and_unloaded(page: Page, client: Clien
 
 
 def test_files_are_dropped_and_what_is_no_adapter_is_said(page: Page, tmp_path: Path, pirate: Adapter) -> None:
-    pirate.tensors.save(tmp_path)
+    pirate.content.save(tmp_path)
     dropped = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     dialog = page.get_by_role("dialog")
     for files, told in (

@@ -16,7 +16,7 @@ from playwright.sync_api import Page, expect
 from support.console import Pages, axe_results, axe_violations, chromium, started_console
 
 from marked_tables import write_table
-from multilora_client import Adapter, Client, load_adapter
+from multilora_client import Adapter, Client, convert_peft
 from multilora_wire.adapter_names import task_id_of_name
 from servers.started_server import started_server
 from sources import commit
@@ -41,7 +41,7 @@ QUESTIONS = ("What do bees make?", "Who are you?", "Tell me about the sea.")
 def upload_variants(client: Client) -> None:
     """Adapters of different contents, made of the sample adapters."""
     folders = [path.parent for path in sorted((REPOSITORY / "adapters").glob("*/adapter_config.json"))]
-    samples = [load_adapter(folder).tensors for folder in folders]
+    samples = [convert_peft(folder) for folder in folders]
     for index, name in enumerate(NAMES):
         sample = samples[index % len(samples)]
         weights = sample.weights.copy()

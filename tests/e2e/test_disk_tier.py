@@ -50,7 +50,7 @@ def ask(client: Client, task_id: int) -> str:
 def evict(client: Client, task_id: int, adapter: Adapter) -> None:
     """Upload others until an adapter is only on disk."""
     for other in count(100):
-        client.upload(Adapter(other, adapter.tensors))
+        client.upload(Adapter(other, adapter.content))
         locations = {info.lora_task_id: info.location for info in client.list_adapters()}
         if locations[task_id] == "DISK":
             return

@@ -133,7 +133,7 @@ def test_other_weights_for_a_task_id_answer_from_then_on(client: Client) -> None
 
 def save_adapter(folder: Path, number: int, version: int, layout: AdapterLayout) -> Path:
     """Write a telling adapter into a new folder, as a converter does."""
-    tensors = telling_adapter(number, layout, version).tensors
+    tensors = telling_adapter(number, layout, version).content
     folder.mkdir(parents=True)
     np.save(folder / WEIGHTS_FILE, tensors.weights)
     np.save(folder / CONFIG_FILE, tensors.config)
@@ -150,7 +150,7 @@ def test_what_a_worker_loads_for_dynamo_answers_through_triton_at_every_worker_a
         assert tokens(client, task_id_of("forty"), [PROMPT[first], *PROMPT[:9]]) == answer(40, 2)
     assert "forty" in call(f"{fleet.workers[1].system_url}/v1/loras")["loras"], "which has no such source"
     # Its task id moves to other weights by Triton's door, and keeps its name at Dynamo's.
-    client.upload(Adapter(task_id_of("forty"), sent(client, 41).tensors))
+    client.upload(Adapter(task_id_of("forty"), sent(client, 41).content))
     fleet.wait_until(lambda: "forty" in fleet.models())
     for _ in range(4):
         asked = {"model": "forty", "prompt": PROMPT, "max_tokens": NUM_PLACES, "temperature": 0}

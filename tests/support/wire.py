@@ -14,7 +14,7 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from multilora_client import Adapter
+from multilora_client import Adapter, AdapterTensors
 
 GrpcClient = tritonclient.grpc.InferenceServerClient
 HttpClient = tritonclient.http.InferenceServerClient
@@ -62,14 +62,15 @@ def tensors(**values: Any) -> dict[str, np.ndarray]:
 
 def adapter_tensors(adapter: Adapter) -> dict[str, np.ndarray]:
     """The three tensors of an adapter's first request; `lora_weights_bf16` as float32, as tritonclient wants it."""
-    weights, dtype = adapter.tensors.weights, adapter.tensors.dtype
+    assert isinstance(adapter.content, AdapterTensors)
+    weights, dtype = adapter.content.weights, adapter.content.dtype
     name = {"FP16": "lora_weights", "BF16": "lora_weights_bf16", "FP32": "lora_weights_fp32"}[dtype]
     if dtype == "BF16":
         weights = (weights.astype(np.uint32) << 16).view(np.float32)
     return {
         "lora_task_id": np.array([[adapter.lora_task_id]], np.uint64),
         name: weights[None],
-        "lora_config": adapter.tensors.config[None],
+        "lora_config": adapter.content.config[None],
     }
 
 

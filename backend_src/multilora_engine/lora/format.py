@@ -1,20 +1,22 @@
-"""The wire format of adapters, its validation, and the packed form that every tier stores.
+"""The forms in which adapters come, their validation, and the packed form that every tier stores.
 
 On the wire (TensorRT-LLM's Triton backend, `tensorrt_llm/lora_manager.py` and `examples/hf_lora_convert.py`) an adapter
 is two tensors. Row i of `lora_weights` is A `[rank, in]` row-major, then B `[out, rank]` row-major, then, for DoRA, the
 normalised magnitude `[out]`, then zeros up to the widest row. Row i of `lora_config` describes it: `[module_id,
-layer, rank]` or `[module_id, layer, rank, is_dora]`. The scaling alpha / rank is already in B.
+layer, rank]` or `[module_id, layer, rank, is_dora]`. The scaling alpha / rank is already in B. PEFT's files have the
+same rows (`multilora_wire.peft_files`), which are read from the files into the pages piece by piece.
 
-Packed, the same rows lie without their padding in pages of one fixed size, at the places that `multilora_wire.layout`
+Packed, the rows lie without their padding in pages of one fixed size, at the places that `multilora_wire.layout`
 gives their pieces, so that any tier can hand out and take back pages without ever compacting. Where adapters are stored
 as codes, they become codes here, the B of a module of several sites by itself for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,12 +24,17 @@ import numpy.typing as npt
 import torch
 from blake3 import blake3
 
+from multilora_client.base_weights import BaseWeights
+from multilora_client.errors import AdapterError
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.layout import PackedAdapter, PackedRow
 from multilora_engine.lora_config import ADAPTER_RANK_LIMIT
+from multilora_kernels.adapter_codes import LANES, a_header_bytes, panel_bytes
 from multilora_kernels.adapter_quantization import quantize_a, quantize_b
 from multilora_wire.layout import ALIGNMENT_BYTES, AdapterLayout, num_values, round_up
-from multilora_wire.pieces import Piece, part_bounds
+from multilora_wire.peft_config import PeftError
+from multilora_wire.peft_files import LinearReader, PeftAdapter, PeftLinear
+from multilora_wire.pieces import Piece, part_bounds, part_offset
 from multilora_wire.sites import WireModule
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,22 +55,58 @@ def pack_adapter(weights: torch.Tensor, config: torch.Tensor, layout: AdapterLay
     Raises InvalidRequest, naming row, module and layer with expected and actual numbers.
     """
     _check_shapes(weights, config)
-    rows = _check_rows(config.tolist(), weights.shape[1], layout)
+    rows = [_read_row(index, values, weights.shape[1], layout) for index, values in enumerate(config.tolist())]
+    weights = weights.contiguous()
+    packed = _pack(rows, lambda row: _wire_pieces(row, weights, layout), layout)
+    if not layout.code_bits and not _is_finite(packed.pages.view(TORCH_DTYPES[layout.lora_dtype])):
+        raise InvalidRequest(_describe_non_finite(weights, rows, layout))
+    return packed
+
+
+def pack_peft(adapter: PeftAdapter, layout: AdapterLayout, base_model: Path) -> PackedAdapter:
+    """Read PEFT's files into pages. The result is that of `pack_adapter` for the same adapter, converted.
+
+    base_model: the checkpoint of the base model, which only DoRA reads. Beside the pages this takes 64 MiB at most.
+    Raises InvalidRequest, naming module, key or field with expected and actual numbers.
+    """
+    rows = [_peft_row(linear, layout) for linear in adapter.linears]
+    linears = {(linear.layer, linear.module_id): linear for linear in adapter.linears}
+    is_dora = any(linear.magnitude is not None for linear in adapter.linears)
+
+    def pieces_of(row: _Row) -> Iterator[_Values]:
+        linear = linears[row.module.layer, row.module.module_id]
+        for one in reader.read(linear, part_bounds(row.module)):
+            yield _Values(one.index, one.first, _tensor(one.values))
+
+    try:
+        reader = LinearReader(adapter, BaseWeights(base_model) if is_dora else None)
+        packed = _pack(rows, pieces_of, layout)
+    except (PeftError, AdapterError) as error:
+        raise InvalidRequest(str(error).replace(str(base_model), "the base model")) from None
+    if not layout.code_bits and not _is_finite(packed.pages.view(TORCH_DTYPES[layout.lora_dtype])):
+        raise InvalidRequest(f"the adapter holds values beyond the range of lora_dtype {layout.lora_dtype}")
+    return packed
+
+
+def _pack(rows: list[_Row], pieces_of: Callable[[_Row], Iterator[_Values]], layout: AdapterLayout) -> PackedAdapter:
+    """Lay rows into pages. pieces_of: the values of a row, in their order on the wire."""
+    rows = _sorted_rows(rows, layout)
     placement = layout.place(piece for row in rows for piece in row.pieces)
     offsets = iter(placement.offsets)
     packed = [_packed_row(row, offsets) for row in rows]
     # NumPy asks the system for huge pages: with small ones, finding the memory takes longer than filling it.
     pages = torch.from_numpy(np.empty((len(placement.fill), layout.page_bytes), dtype=np.uint8))
+    memory = pages.view(-1).numpy()
     for page, used in zip(pages, placement.fill, strict=True):
         page[used:].zero_()
-    if layout.code_bits:
-        digest = _fill_codes(pages.view(-1), weights.contiguous(), rows, packed, layout)
-        return PackedAdapter(digest, packed, pages)
-    values = pages.view(TORCH_DTYPES[layout.lora_dtype])
-    _fill(values.view(-1), weights.contiguous(), rows, packed)
-    if not _is_finite(values):
-        raise InvalidRequest(_describe_non_finite(weights, rows, layout))
-    return PackedAdapter(content_digest(packed, pages, layout.lora_dtype), packed, pages)
+    store = _CodeStore(pages, layout) if layout.code_bits else _FloatStore(pages, layout)
+    for row, place in zip(rows, packed, strict=True):
+        store.begin(row)
+        for values in pieces_of(row):
+            store.put(row, place.offsets[values.index], values)
+        for piece, offset in zip(row.pieces, place.offsets, strict=True):
+            memory[offset + piece.num_bytes : offset + round_up(piece.num_bytes, ALIGNMENT_BYTES)] = 0
+    return PackedAdapter(store.digest(packed), packed, pages)
 
 
 def ranks_of(rows: Iterable[PackedRow]) -> tuple[int, ...]:
@@ -99,18 +142,36 @@ def _pieces_of(row: PackedRow, layout: AdapterLayout) -> list[Piece]:
 
 
 @dataclass(frozen=True)
-class _WireRow:
-    """A validated row of `lora_config`. index: its place in the wire tensors. num_values: without its padding."""
+class _Row:
+    """A validated row of an adapter. label: for messages. index: its place in the form that came."""
 
+    label: str
     index: int
     module: WireModule
     rank: int
     is_dora: bool
-    num_values: int
     pieces: list[Piece]
 
+    @property
+    def num_values(self) -> int:
+        """Values of the row, without padding."""
+        return num_values(self.module, self.rank, self.is_dora)
+
     def __str__(self) -> str:
-        return f"lora_config row {self.index} ({self.module.name}, layer {self.module.layer}, rank {self.rank})"
+        return self.label
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Rows of a piece, from row `first` on. index: 0 is A, 1 is B, 2 is the magnitude.
+
+    values: [rows, columns], or [rows] of a magnitude; float16, bfloat16 or float32. Rows of B that are stored as codes
+    are of one part of the module, and begin at a multiple of 16 of the part's.
+    """
+
+    index: int
+    first: int
+    values: torch.Tensor
 
 
 def _check_shapes(weights: torch.Tensor, config: torch.Tensor) -> None:
@@ -124,11 +185,10 @@ def _check_shapes(weights: torch.Tensor, config: torch.Tensor) -> None:
         )
 
 
-def _check_rows(config: list[list[int]], width: int, layout: AdapterLayout) -> list[_WireRow]:
-    """The rows sorted by layer and module, each legal by itself and no two writing the same site."""
-    rows = [_check_row(index, values, width, layout) for index, values in enumerate(config)]
-    rows.sort(key=lambda row: (row.module.layer, row.module.module_id))
-    owner: dict[int, _WireRow] = {}
+def _sorted_rows(rows: Iterable[_Row], layout: AdapterLayout) -> list[_Row]:
+    """The rows by layer and module. Raises InvalidRequest if two write the same site."""
+    rows = sorted(rows, key=lambda row: (row.module.layer, row.module.module_id))
+    owner: dict[int, _Row] = {}
     for row in rows:
         for part in row.module.parts:
             other = owner.setdefault(part.column, row)
@@ -138,21 +198,29 @@ def _check_rows(config: list[list[int]], width: int, layout: AdapterLayout) -> l
     return rows
 
 
-def _check_row(index: int, values: list[int], width: int, layout: AdapterLayout) -> _WireRow:
+def _read_row(index: int, values: list[int], width: int, layout: AdapterLayout) -> _Row:
+    """A row of `lora_config`. width: of the rows of `lora_weights`."""
     where, rank = f"lora_config row {index}", values[2]
     module = _check_module(where, values[0], values[1], layout)
     check_rank(where, rank, layout)
     if len(values) == 4 and values[3] not in (0, 1):
         raise InvalidRequest(f"{where}: is_dora must be 0 or 1, it is {values[3]}")
     is_dora = len(values) == 4 and values[3] == 1
-    needed = num_values(module, rank, is_dora)
-    row = _WireRow(index, module, rank, is_dora, needed, layout.pieces(module, rank, is_dora))
-    if needed > width:
+    label = f"{where} ({module.name}, layer {module.layer}, rank {rank})"
+    row = _Row(label, index, module, rank, is_dora, layout.pieces(module, rank, is_dora))
+    if row.num_values > width:
         raise InvalidRequest(
             f"{row}: lora_weights has to few values for {module.name}: its A is [{rank}, {module.in_size}] and its B "
-            f"[{module.out_size}, {rank}] here, {needed} values needed, the rows hold {width}. {_WRONG_MODEL}"
+            f"[{module.out_size}, {rank}] here, {row.num_values} values needed, the rows hold {width}. {_WRONG_MODEL}"
         )
     return row
+
+
+def _peft_row(linear: PeftLinear, layout: AdapterLayout) -> _Row:
+    module = _check_module(linear.name, linear.module_id, linear.layer, layout)
+    check_rank(linear.a.place.key, linear.rank, layout)
+    is_dora = linear.magnitude is not None
+    return _Row(linear.name, 0, module, linear.rank, is_dora, layout.pieces(module, linear.rank, is_dora))
 
 
 def check_rank(where: str, rank: int, layout: AdapterLayout) -> None:
@@ -203,68 +271,105 @@ def _ruled_out(module: WireModule, layout: AdapterLayout) -> str:
     return ", ".join(name for name in names if name in layout.ruled_out)
 
 
-def _fill(values: torch.Tensor, weights: torch.Tensor, rows: Sequence[_WireRow], places: Sequence[PackedRow]) -> None:
-    """Copy the pieces of all rows to their places in `values`. Raises InvalidRequest for anything behind them.
-
-    Bits are copied, by NumPy: a small copy costs torch several times as much.
-    """
-    target, wire = _bits(values), _bits(weights)
-    for row, place in zip(rows, places, strict=True):
-        _check_rest(row, weights[row.index], wire[row.index])
-        source = wire[row.index]
-        if weights.dtype != values.dtype:
-            source = _bits(weights[row.index].to(values.dtype))
-        start = 0
-        for piece, offset in zip(row.pieces, place.offsets, strict=True):
-            first, size = offset // values.itemsize, piece.num_values
-            target[first : first + size] = source[start : start + size]
-            target[first + size : (offset + round_up(piece.num_bytes, ALIGNMENT_BYTES)) // values.itemsize] = 0
-            start += size
-
-
-def _fill_codes(
-    target: torch.Tensor,
-    weights: torch.Tensor,
-    rows: Sequence[_WireRow],
-    places: Sequence[PackedRow],
-    layout: AdapterLayout,
-) -> str:
-    """Fill `target`, uint8, as `_fill` does, but with codes; the digest of the weights as they were sent."""
-    digest, wire = blake3(b"sent"), _bits(weights)
-    for row, place in zip(rows, places, strict=True):
-        _check_rest(row, weights[row.index], wire[row.index])
-        values = weights[row.index, : row.num_values]
-        if not _is_finite(values):
-            raise InvalidRequest(_describe_non_finite(weights, rows, layout))
-        values = values.float()
-        digest.update(np.array([row.module.module_id, row.module.layer, row.rank, row.is_dora], np.int64).tobytes())
-        digest.update(values.numpy().view(np.uint8).data)
-        for stored, offset in zip(
-            _stored_row(row, values, ARENA_DTYPES[layout.lora_dtype]), place.offsets, strict=True
-        ):
-            target[offset : offset + len(stored)] = stored
-            target[offset + len(stored) : offset + round_up(len(stored), ALIGNMENT_BYTES)] = 0
-    return digest.hexdigest(_DIGEST_BYTES)
-
-
-def _stored_row(row: _WireRow, values: torch.Tensor, arena: torch.dtype) -> list[torch.Tensor]:
-    """The bytes of A, B and, for DoRA, the magnitude. values: float32, of the row without its padding."""
-    a, b, *magnitude = values.split([piece.num_values for piece in row.pieces])
-    b = b.view(row.module.out_size, row.rank)
-    parts = [quantize_b(b[start:end], arena) for start, end in pairwise(part_bounds(row.module))]
-    return [quantize_a(a.view(row.rank, -1), arena), torch.cat(parts), *(m.view(torch.uint8) for m in magnitude)]
-
-
-def _check_rest(row: _WireRow, values: torch.Tensor, bits: npt.NDArray[Any]) -> None:
-    """Raises InvalidRequest when anything but zeros follows the values of a row. `bits` are those of `values`."""
-    if bits[row.num_values :].max(initial=0) and values[row.num_values :].any():  # a zero may be negative
+def _wire_pieces(row: _Row, weights: torch.Tensor, layout: AdapterLayout) -> Iterator[_Values]:
+    """The values of a row of `lora_weights`. Raises InvalidRequest for anything but zeros after them."""
+    values, count = weights[row.index], row.num_values
+    # A zero may be negative.
+    if _bits(values)[count:].max(initial=0) and values[count:].any():
         raise InvalidRequest(
-            f"{row}: lora_weights holds values other than zero beyond the {row.num_values} that its module and "
-            f"rank account for. {_WRONG_MODEL}"
+            f"{row}: lora_weights holds values other than zero beyond the {count} that its module and rank account "
+            f"for. {_WRONG_MODEL}"
         )
+    if layout.code_bits and not _is_finite(values[:count]):
+        raise InvalidRequest(_describe_non_finite(weights, [row], layout))
+    a, b, *magnitude = values[:count].split([piece.num_values for piece in row.pieces])
+    yield _Values(0, 0, a.view(row.rank, -1))
+    rows_of_b = b.view(-1, row.rank)
+    bounds = part_bounds(row.module) if layout.code_bits else (0, len(rows_of_b))
+    for start, end in pairwise(bounds):
+        yield _Values(1, start, rows_of_b[start:end])
+    if row.is_dora:
+        yield _Values(2, 0, magnitude[0])
 
 
-def _packed_row(row: _WireRow, offsets: Iterator[int]) -> PackedRow:
+def _tensor(values: npt.NDArray[Any]) -> torch.Tensor:
+    """Values as `LinearReader` gives them, which has the bits of bfloat16 in uint16."""
+    if values.dtype == np.uint16:
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values)
+
+
+class _FloatStore:
+    """Stores values as floats. Bits are copied, by NumPy: a small copy costs torch several times as much."""
+
+    def __init__(self, pages: torch.Tensor, layout: AdapterLayout) -> None:
+        self._pages = pages
+        self._dtype = layout.lora_dtype
+        self._values = pages.view(TORCH_DTYPES[layout.lora_dtype]).view(-1)
+        self._bits = _bits(self._values)
+
+    def begin(self, row: _Row) -> None:
+        """Floats have no start of a row."""
+
+    def put(self, row: _Row, offset: int, given: _Values) -> None:
+        """offset: of the piece, in bytes."""
+        values = _bits(given.values.to(self._values.dtype)).reshape(-1)
+        columns = given.values.shape[1] if given.index < 2 else 1
+        first = offset // self._values.itemsize + given.first * columns
+        self._bits[first : first + len(values)] = values
+
+    def digest(self, rows: Sequence[PackedRow]) -> str:
+        return content_digest(rows, self._pages, self._dtype)
+
+
+class _CodeStore:
+    """Stores values as codes; its digest is of the values as they came."""
+
+    def __init__(self, pages: torch.Tensor, layout: AdapterLayout) -> None:
+        self._target = pages.view(-1)
+        self._layout = layout
+        self._arena = ARENA_DTYPES[layout.lora_dtype]
+        self._digest = blake3(b"sent")
+
+    def begin(self, row: _Row) -> None:
+        module = row.module
+        self._digest.update(np.array([module.module_id, module.layer, row.rank, row.is_dora], np.int64).tobytes())
+
+    def put(self, row: _Row, offset: int, given: _Values) -> None:
+        values = given.values.float().contiguous()
+        self._digest.update(values.numpy().view(np.uint8).data)
+        if given.index == 2:
+            self._store(offset + 4 * given.first, values.view(torch.uint8))
+        elif given.index == 1:
+            self._store(offset + self._b_offset(row, given.first), quantize_b(values, self._arena))
+        else:
+            self._put_a(row, offset, given.first, quantize_a(values, self._arena), len(values))
+
+    def digest(self, rows: Sequence[PackedRow]) -> str:
+        return self._digest.hexdigest(_DIGEST_BYTES)
+
+    def _put_a(self, row: _Row, offset: int, first: int, codes: torch.Tensor, count: int) -> None:
+        """Codes of 8 bits of A have the scales of all rows before them."""
+        if self._layout.code_bits == 8:
+            self._store(offset + 4 * first, codes[: 4 * count])
+            if first == 0:
+                end = a_header_bytes(row.rank)
+                self._target[offset + 4 * row.rank : offset + end] = 0
+            offset, codes = offset + a_header_bytes(row.rank), codes[a_header_bytes(count) :]
+        self._store(offset + first * (len(codes) // count), codes)
+
+    def _b_offset(self, row: _Row, first: int) -> int:
+        """Bytes of B before a row at which a panel begins."""
+        bounds = part_bounds(row.module)
+        index = max(index for index, start in enumerate(bounds[:-1]) if start <= first)
+        start = part_offset(row.module, index, row.rank, self._layout.lora_dtype)
+        return start + (first - bounds[index]) // LANES * panel_bytes(row.rank, self._layout.code_bits)
+
+    def _store(self, start: int, stored: torch.Tensor) -> None:
+        self._target[start : start + len(stored)] = stored
+
+
+def _packed_row(row: _Row, offsets: Iterator[int]) -> PackedRow:
     """offsets: of the pieces of this row and of later rows."""
     a_offset, b_offset = next(offsets), next(offsets)
     magnitude_offset = next(offsets) if row.is_dora else -1
@@ -304,7 +409,7 @@ def _is_finite(values: torch.Tensor) -> bool:
     return bool(signed.max() < _bits(infinity) and bits.max() < _bits(-infinity))
 
 
-def _describe_non_finite(weights: torch.Tensor, rows: Sequence[_WireRow], layout: AdapterLayout) -> str:
+def _describe_non_finite(weights: torch.Tensor, rows: Sequence[_Row], layout: AdapterLayout) -> str:
     """The message about an adapter that was packed into values that are not finite."""
     places = torch.nonzero(~torch.isfinite(weights))
     if len(places) == 0:

@@ -36,6 +36,10 @@ _MAX_VALUES = 1 << 20
 """The most values of a row that become Python's numbers: longer than any prompt, larger than any vocabulary."""
 
 
+_WEIGHTS = ("lora_weights", "lora_peft_weights")
+"""The beginnings of the names of weights."""
+
+
 class InputTensors:
     """Raises InvalidRequest, naming the tensor, for a wrong shape or text that is not UTF-8.
 
@@ -56,7 +60,7 @@ class InputTensors:
     @property
     def num_bytes(self) -> int:
         """The bytes of all tensors but weights, which nobody reads as values."""
-        return sum(_num_bytes(self.array(name)) for name in self._tensors if not name.startswith("lora_weights"))
+        return sum(_num_bytes(self.array(name)) for name in self._tensors if not name.startswith(_WEIGHTS))
 
     def num_rows(self, name: str) -> int:
         """The batch size, by a tensor that is present."""
@@ -110,14 +114,27 @@ class InputTensors:
 
     def matrix(self, name: str) -> torch.Tensor:
         """The matrix of a tensor [1, rows, width] that is present, of any dtype; it shares the request's memory."""
-        from torch.utils.dlpack import from_dlpack  # imported by the doors that take matrices; the others do without
-
-        tensor: torch.Tensor = from_dlpack(self._tensors[name].to_dlpack())
+        tensor = self._shared(name)
         if tensor.dim() != 3 or tensor.shape[0] != 1:
             raise InvalidRequest(
                 f"Invalid shape for {name} tensor: {list(tensor.shape)}. Expected batch dimension to be 1: [1, rows, n]"
             )
         return tensor[0]
+
+    def row_of_bytes(self, name: str) -> memoryview:
+        """The bytes of a UINT8 tensor [1, n] that is present; they share the request's memory."""
+        tensor = self._shared(name)
+        if tensor.dim() != 2 or tensor.shape[0] != 1:
+            raise InvalidRequest(
+                f"Invalid shape for {name} tensor: {list(tensor.shape)}. Expected batch dimension to be 1: [1, bytes]"
+            )
+        return tensor[0].numpy().data
+
+    def _shared(self, name: str) -> torch.Tensor:
+        from torch.utils.dlpack import from_dlpack  # imported by the doors that take weights; the others do without
+
+        tensor: torch.Tensor = from_dlpack(self._tensors[name].to_dlpack())
+        return tensor
 
 
 def _num_bytes(values: NDArray[Any]) -> int:

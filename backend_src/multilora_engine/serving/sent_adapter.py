@@ -1,8 +1,14 @@
-"""`SentAdapter`: an adapter that came with a request, not packed yet."""
+"""`SentAdapter`: an adapter that came with a request, not packed yet.
+
+It comes as TensorRT-LLM's tensors (`lora_config` with weights of one dtype), or as PEFT's files as they are
+(`lora_peft_config` and `lora_peft_weights`).
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from multilora_engine.engine_info import EngineInfo
@@ -10,62 +16,128 @@ from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.serving.inputs import InputTensors
+from multilora_wire.adapter_origin import WrongBaseModel
 from multilora_wire.layout import AdapterLayout
+from multilora_wire.peft_config import PeftError, check_config_bytes
+from multilora_wire.peft_files import PeftAdapter, read_peft
+from multilora_wire.tensor_file import MemoryBytes
 
 if TYPE_CHECKING:
     import torch
 
 _WEIGHTS = ("lora_weights", "lora_weights_bf16", "lora_weights_fp32")
+_FILES = ("lora_peft_config", "lora_peft_weights")
 
 
 @dataclass(frozen=True, eq=False)
-class SentAdapter:
-    """The wire tensors of an adapter. They share the memory of the request, which lives as long as they do.
+class SentAdapter(ABC):
+    """An adapter of a request. It shares the memory of the request, which lives as long as the adapter.
 
-    weights: [rows, width], float16, bfloat16 or float32. config: [rows, 3 or 4], int32. layout: the engine's.
+    layout: the engine's.
     """
 
     lora_task_id: int
-    weights: torch.Tensor
-    config: torch.Tensor
     layout: AdapterLayout
 
+    @abstractmethod
     def pack(self) -> PackedAdapter:
         """Check and copy the weights, which takes a second a GiB. Raises InvalidRequest."""
+
+
+@dataclass(frozen=True, eq=False)
+class SentTensors(SentAdapter):
+    """weights: [rows, width], float16, bfloat16 or float32. config: [rows, 3 or 4], int32."""
+
+    weights: torch.Tensor
+    config: torch.Tensor
+
+    def pack(self) -> PackedAdapter:
         # Here only: it imports torch, seconds and 140 MB that a front without uploads does without.
         from multilora_engine.lora.format import pack_adapter
 
         return pack_adapter(self.weights, self.config, self.layout)
 
 
+@dataclass(frozen=True, eq=False)
+class SentFiles(SentAdapter):
+    """config, weights: the bytes of PEFT's files. base_model: the checkpoint, which DoRA refers to.
+
+    max_bytes: of the weights, with all zeros that the file leaves out.
+    """
+
+    config: bytes
+    weights: memoryview
+    base_model: Path
+    max_bytes: int
+
+    def pack(self) -> PackedAdapter:
+        from multilora_engine.lora.format import pack_peft
+
+        try:
+            adapter = read_peft(self.config, MemoryBytes(self.weights), self.layout.sites, self.base_model.name)
+        except (PeftError, WrongBaseModel) as error:
+            raise InvalidRequest(str(error)) from None
+        self._check_size(adapter)
+        return pack_peft(adapter, self.layout, self.base_model)
+
+    def _check_size(self, adapter: PeftAdapter) -> None:
+        """Block-diagonal matrices are larger than their files."""
+        if adapter.num_bytes > self.max_bytes:
+            raise InvalidRequest(
+                f"the matrices of lora_peft_weights have {adapter.num_bytes} bytes and lora_max_adapter_bytes is "
+                f"{self.max_bytes}"
+            )
+
+
 def read_adapter(inputs: InputTensors, info: EngineInfo) -> SentAdapter:
     """The adapter of a request that has weights. Raises InvalidRequest."""
     task_id = read_task_id(inputs, 0)
     assert task_id is not None, "checked before"
-    return SentAdapter(task_id, _read_weights(inputs, info), inputs.matrix("lora_config"), info.adapter_layout)
+    layout = info.adapter_layout
+    if not inputs.present(*_FILES):
+        return SentTensors(task_id, layout, _read_tensor(inputs, info), inputs.matrix("lora_config"))
+    config = inputs.scalar("lora_peft_config", 0)
+    try:
+        check_config_bytes(len(config))
+    except PeftError as error:
+        raise InvalidRequest(str(error)) from None
+    return SentFiles(task_id, layout, config, _read_file(inputs, info), Path(info.model_path), info.max_adapter_bytes)
 
 
 def weights_bytes(inputs: InputTensors, info: EngineInfo) -> int:
-    """The bytes of the weights that a request has, their padding included. Raises InvalidRequest."""
-    return _read_weights(inputs, info).nbytes
+    """The bytes of the weights that a request has, with the padding of tensors. Raises InvalidRequest."""
+    return _read_file(inputs, info).nbytes if _FILES[1] in inputs else _read_tensor(inputs, info).nbytes
 
 
-def _read_weights(inputs: InputTensors, info: EngineInfo) -> torch.Tensor:
+def _read_tensor(inputs: InputTensors, info: EngineInfo) -> torch.Tensor:
     weights = inputs.matrix(inputs.present(*_WEIGHTS)[0])
-    if weights.nbytes > info.max_adapter_bytes:
-        raise InvalidRequest(
-            f"lora_weights has {weights.nbytes} bytes and lora_max_adapter_bytes is {info.max_adapter_bytes}"
-        )
+    _check_bytes("lora_weights", weights.nbytes, info)
     return weights
+
+
+def _read_file(inputs: InputTensors, info: EngineInfo) -> memoryview:
+    weights = inputs.row_of_bytes(_FILES[1])
+    _check_bytes(_FILES[1], weights.nbytes, info)
+    return weights
+
+
+def _check_bytes(name: str, num_bytes: int, info: EngineInfo) -> None:
+    if num_bytes > info.max_adapter_bytes:
+        raise InvalidRequest(f"{name} has {num_bytes} bytes and lora_max_adapter_bytes is {info.max_adapter_bytes}")
 
 
 def has_weights(inputs: InputTensors) -> bool:
     """Whether an adapter comes with a request."""
-    return bool(inputs.present(*_WEIGHTS))
+    return bool(inputs.present(*_WEIGHTS, _FILES[1]))
 
 
 def check_adapter_tensors(inputs: InputTensors) -> None:
-    weights = inputs.present(*_WEIGHTS)
+    """Whether a request has an adapter in one form, which is complete, or none. Raises InvalidRequest."""
+    weights, files = inputs.present(*_WEIGHTS), inputs.present(*_FILES)
+    if files and (tensors := inputs.present(*_WEIGHTS, "lora_config")):
+        raise InvalidRequest(
+            f"an adapter comes as tensors or as PEFT's files, not as both; the request has {tensors[0]} and {files[0]}"
+        )
     if len(weights) > 1:
         raise InvalidRequest(f"an adapter has one dtype, the request has {' and '.join(weights)}")
     if bool(weights) != ("lora_config" in inputs):
@@ -73,8 +145,11 @@ def check_adapter_tensors(inputs: InputTensors) -> None:
         raise InvalidRequest(
             f"Request for LoRA inference must have both lora_weights and lora_keys (lora_config); it has only {found}"
         )
-    if weights and not inputs.present("lora_task_id", "lora_name"):
-        raise InvalidRequest("lora_task_id must be set for LoRA inference: the request has lora_weights and no id")
+    if len(files) == 1:
+        raise InvalidRequest(f"PEFT's files are {' and '.join(_FILES)}; the request has only {files[0]}")
+    if (weights or files) and not inputs.present("lora_task_id", "lora_name"):
+        found = "lora_weights" if weights else _FILES[1]
+        raise InvalidRequest(f"lora_task_id must be set for LoRA inference: the request has {found} and no id")
 
 
 def read_task_id(inputs: InputTensors, row: int) -> int | None:

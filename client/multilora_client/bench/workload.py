@@ -44,11 +44,10 @@ class Job:
 
 def clone_adapters(adapters: Sequence[tuple[str, Adapter]], num_adapters: int, first_task_id: int) -> list[Target]:
     """`num_adapters` task ids that share the weights of a few (name, adapter), in turn; the most popular one first."""
-    names_and_tensors = [(name, adapter.tensors) for name, adapter in adapters]
     targets = []
     for number in range(num_adapters):
-        name, tensors = names_and_tensors[number % len(names_and_tensors)]
-        targets.append(Target(Adapter(first_task_id + number, tensors), name))
+        name, adapter = adapters[number % len(adapters)]
+        targets.append(Target(Adapter(first_task_id + number, adapter.content), name))
     return targets
 
 

@@ -7,5 +7,4 @@ app, state                                 the application, and the object that 
 page, static/                              the files of the page: they run as they are
 guard                                      takes only requests of the console's own page
 routes, replies                            answers requests by asking the server with an `AsyncClient`
-converting                                 dropped files become an adapter, in a process of its own
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -32,10 +31,6 @@ ReadOnly = Annotated[
     bool, typer.Option("--read-only", help="Look and ask only: nothing is uploaded, loaded, pinned or unloaded.")
 ]
 MaxUploadBytes = Annotated[int, typer.Option(min=1, help="Most bytes of one adapter's files.")]
-BaseModel = Annotated[
-    Path | None,
-    typer.Option(help="Directory of the base model's checkpoint, to convert dropped DoRA adapters by."),
-]
 HttpUrl = Annotated[
     str, typer.Option(help="Where clients reach the server's HTTP, for the curl commands that the page shows.")
 ]
@@ -52,7 +47,6 @@ def console(
     allow_host: AllowHosts = None,
     read_only: ReadOnly = False,
     max_upload_bytes: MaxUploadBytes = MAX_UPLOAD_BYTES,
-    base_model: BaseModel = None,
     http_url: HttpUrl = "http://localhost:8000",
     openai_url: OpenaiUrl = "http://localhost:9000/v1",
     certificate: Certificate = None,
@@ -79,7 +73,6 @@ def console(
             is_read_only=read_only,
             hosts=(host, *(allow_host or ())),
             max_upload_bytes=max_upload_bytes,
-            base_model=base_model,
             server_url=url,
             http_url=http_url,
             openai_url=openai_url,

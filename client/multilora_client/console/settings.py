@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 MAX_UPLOAD_BYTES = 512 << 20
-MAX_CONVERSION_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -14,16 +12,13 @@ class ConsoleSettings:
     """is_read_only: whether adapters can be looked at and asked, but neither uploaded, loaded, pinned nor unloaded.
 
     hosts: names that the console is reached by, besides `localhost` and addresses.
-    max_upload_bytes: of one adapter's files together. max_conversion_s: seconds that reading them may take.
-    base_model: directory of the base model's checkpoint, by which DoRA adapters are converted.
+    max_upload_bytes: of one adapter's files together.
     server_url, http_url, openai_url: the addresses in the code that the page shows; an empty one is the usual.
     """
 
     is_read_only: bool = False
     hosts: tuple[str, ...] = ()
     max_upload_bytes: int = MAX_UPLOAD_BYTES
-    max_conversion_s: float = MAX_CONVERSION_S
-    base_model: Path | None = None
     server_url: str = ""
     http_url: str = ""
     openai_url: str = ""

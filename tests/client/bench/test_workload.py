@@ -49,7 +49,7 @@ def test_clones_share_the_weights_of_the_adapters_in_turn(small_tensors: Adapter
     assert [target.content for target in targets] == ["a", "b", "a", "b", "a"]
     adapters = [target.adapter for target in targets if target.adapter]
     assert [adapter.lora_task_id for adapter in adapters] == [70, 71, 72, 73, 74]
-    assert [adapter.tensors for adapter in adapters] == [small_tensors, other, small_tensors, other, small_tensors]
+    assert [adapter.content for adapter in adapters] == [small_tensors, other, small_tensors, other, small_tensors]
 
 
 def test_jobs_ask_targets_by_their_shares_and_prompts_in_turn() -> None:

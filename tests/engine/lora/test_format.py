@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.adapters import SPANNING, TINY, wire_adapter
+from support.sources import NO_BASE
 from transformers import LlamaConfig
 
+from multilora_client import AdapterTensors, convert_peft
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
-from multilora_engine.lora.format import TORCH_DTYPES, pack_adapter
+from multilora_engine.lora.format import TORCH_DTYPES, pack_adapter, pack_peft
 from multilora_engine.lora.layout import PackedAdapter, page_shape
-from multilora_wire.layout import AdapterLayout, adapter_pages, num_values
+from multilora_engine.lora.sources.packing import pack_directory
+from multilora_engine.lora.sources.source import LocalAdapter
+from multilora_wire import peft_files
+from multilora_wire.layout import AdapterLayout, adapter_layout, adapter_pages, num_values
+from multilora_wire.peft_files import read_peft
+from multilora_wire.sites import decoder_sites
+from multilora_wire.tensor_file import MemoryBytes
 
 ALL_MODULES = [(m, layer, 1 + (m * 5 + layer) % 16) for layer in range(3) for m in (1, 2, 3, 4, 5, 6, 7)]
 SMOLLM2_135M = {
@@ -245,3 +258,125 @@ def _largest(layout: AdapterLayout) -> tuple[torch.Tensor, torch.Tensor]:
     wire = wire_adapter(layout, rows, extra_width=64)
     wire.config[:, 3] = 1
     return wire.weights, wire.config
+
+
+def write_peft(directory: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 5, "lora_alpha": 11} | config))
+    save_file(tensors, directory / "adapter_model.safetensors")
+    return directory
+
+
+def peft_tensors(dtype: torch.dtype, is_dora: bool) -> dict[str, torch.Tensor]:
+    """Matrices of all kinds of modules of TINY, the fused ones, too."""
+    tensors = {}
+    for layer, path in enumerate(["self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj"]):
+        module = TINY.sites.module_named[f"layers.{layer}.{path}"]
+        prefix = f"base_model.model.model.layers.{layer}.{path}"
+        tensors[f"{prefix}.lora_A.weight"] = (torch.randn(5, module.in_size) * 0.1).to(dtype)
+        tensors[f"{prefix}.lora_B.weight"] = (torch.randn(module.out_size, 5) * 0.1).to(dtype)
+        if is_dora:
+            tensors[f"{prefix}.lora_magnitude_vector"] = (torch.rand(module.out_size) + 0.5).to(dtype)
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with the linears that `peft_tensors` adapts."""
+    directory = tmp_path_factory.mktemp("base")
+    modules = {
+        name: TINY.sites.module_named[name]
+        for name in ("layers.0.self_attn.qkv_proj", "layers.1.mlp.gate_up_proj", "layers.2.mlp.down_proj")
+    }
+    weights = {f"model.{name}.weight": torch.randn(m.out_size, m.in_size) for name, m in modules.items()}
+    save_file(weights, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize("lora_dtype", ["float32", "bfloat16", "float16", "int8", "fp8", "int4"])
+@pytest.mark.parametrize(
+    ("dtype", "is_dora"), [(torch.float32, True), (torch.bfloat16, False), (torch.float16, True)], ids=str
+)
+def test_an_adapter_has_one_digest_as_tensors_as_files_and_from_a_source(
+    tmp_path: Path, base_model: Path, lora_dtype: str, dtype: torch.dtype, is_dora: bool
+) -> None:
+    layout = adapter_layout(TINY.sites, 16, lora_dtype)
+    folder = write_peft(tmp_path / "x", peft_tensors(dtype, is_dora), use_dora=is_dora, use_rslora=True)
+    wire = convert_peft(folder, base_model=base_model, sites=TINY.sites)
+    as_tensors = pack_adapter(wire_weights(wire), torch.from_numpy(wire.config), layout)
+
+    files = [(folder / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")]
+    as_files = pack_peft(read_peft(files[0], MemoryBytes(files[1]), layout.sites), layout, base_model)
+    from_source = pack_directory(LocalAdapter(folder, folder, revision="1", name="x"), layout, base_model)
+
+    assert as_files.rows == from_source.rows == as_tensors.rows
+    assert torch.equal(as_files.pages, as_tensors.pages)
+    assert torch.equal(from_source.pages, as_tensors.pages)
+    assert as_files.digest == from_source.digest == as_tensors.digest
+
+
+def wire_weights(tensors: AdapterTensors) -> torch.Tensor:
+    if tensors.dtype == "BF16":
+        return torch.from_numpy(tensors.weights.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(tensors.weights)
+
+
+@pytest.mark.parametrize("lora_dtype", ["float32", "bfloat16", "int8", "int4"])
+def test_pieces_of_a_matrix_are_stored_as_the_whole_is(
+    tmp_path: Path, base_model: Path, lora_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = adapter_layout(TINY.sites, 16, lora_dtype)
+    folder = write_peft(tmp_path / "x", peft_tensors(torch.float32, is_dora=True), use_dora=True)
+    adapter = LocalAdapter(folder, folder, revision="1", name="x")
+    whole = pack_directory(adapter, layout, base_model)
+    monkeypatch.setattr(peft_files, "MAX_PIECE_VALUES", 30)
+    assert torch.equal(pack_directory(adapter, layout, base_model).pages, whole.pages)
+    assert pack_directory(adapter, layout, base_model).digest == whole.digest
+
+
+@pytest.mark.parametrize(
+    "blocks", [{"target_modules_bd_a": ["qkv_proj"]}, {"target_modules_bd_b": ["gate_up", "down"]}]
+)
+def test_blocks_are_expanded_to_the_matrix_that_they_are(tmp_path: Path, blocks: dict[str, list[str]]) -> None:
+    whole, parts = {}, {}
+    for key, value in peft_tensors(torch.float32, is_dora=False).items():
+        side, rows, columns = "target_modules_bd_b", len(value), 4
+        if "lora_A" in key:
+            side, rows, columns = "target_modules_bd_a", 4, value.shape[1]
+        is_block = any(name in key for name in blocks.get(side, ()))
+        parts[key] = torch.randn(rows, columns // 2 if is_block else columns)
+        whole[key] = torch.block_diag(*parts[key].chunk(2)) if is_block else parts[key]
+    bdlora = {"nblocks": 2, "match_strict": False} | blocks
+    first = write_peft(tmp_path / "parts", parts, r=4, use_bdlora=bdlora)
+    second = write_peft(tmp_path / "whole", whole, r=4)
+    digests = {
+        pack_directory(LocalAdapter(folder, folder, revision="1", name="x"), TINY, NO_BASE).digest
+        for folder in (first, second)
+    }
+    assert len(digests) == 1
+
+
+def test_files_take_little_memory_beside_their_pages(tmp_path: Path) -> None:
+    """A of 64 Mi values, in a file of 128 MiB, and as much of B."""
+    sites = decoder_sites(num_layers=1, hidden_size=1 << 18, q_size=1 << 18, kv_size=8, intermediate_size=8)
+    layout = adapter_layout(sites, 256, "bfloat16")
+    key = "base_model.model.model.layers.0.self_attn.q_proj"
+    shapes = {f"{key}.lora_A.weight": [256, 1 << 18], f"{key}.lora_B.weight": [1 << 18, 256]}
+    size = 2 << 26
+    header = {
+        key: {"dtype": "F16", "shape": shape, "data_offsets": [index * size, index * size + size]}
+        for index, (key, shape) in enumerate(shapes.items())
+    }
+    folder = write_peft(tmp_path, {}, r=256)
+    text = json.dumps(header).encode()
+    with (folder / "adapter_model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + 2 * size)
+    tracemalloc.start()
+    try:
+        packed = pack_directory(LocalAdapter(folder, folder, revision="1", name="x"), layout, NO_BASE)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert packed.pages.nbytes >= 2 * size
+    assert peak - packed.pages.nbytes < 64 << 20

@@ -124,8 +124,8 @@ def test_a_failed_request_ends_the_benchmark() -> None:
 
 def test_adapters_fit_the_model_that_is_served(model: Path) -> None:
     adapter = random_adapter(model, 3, rank=2)
-    assert set(adapter.tensors.config[:, 2]) == {2}
-    assert len(adapter.tensors.config) % 7 == 0
+    assert set(adapter.content.config[:, 2]) == {2}
+    assert len(adapter.content.config) % 7 == 0
 
 
 def test_the_engine_in_this_process_answers_prompts_of_any_number(model: Path) -> None:

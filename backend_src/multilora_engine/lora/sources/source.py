@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from multilora_client.peft_directory import PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE, describe_foreign
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.names import task_id_of
 from multilora_wire.converted_files import CONFIG_FILE, OLD_CONFIG_FILE, ORIGIN_FILE, WEIGHTS_FILE
+from multilora_wire.peft_config import PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE
+from multilora_wire.peft_files import describe_foreign
 
 PEFT_FILES = (PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE)
 CONVERTED_FILES = (WEIGHTS_FILE, CONFIG_FILE)

@@ -6,30 +6,33 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
+import numpy as np
 from fastapi import APIRouter, Query, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from multilora_client.adapter import Adapter, AdapterTensors
+from multilora_client.adapter import Adapter
 from multilora_client.client import AsyncClient
-from multilora_client.console.converting import FILE_NAMES, converted
 from multilora_client.console.replies import JsonLines, line
-from multilora_client.console.settings import ConsoleSettings
 from multilora_client.console.state import MAX_UPLOADS_AT_ONCE, TheClient, Writable
-from multilora_client.convert import content_task_id
-from multilora_client.errors import MultiloraClientError
+from multilora_client.convert import content_task_id, load_content
+from multilora_client.errors import AdapterError, MultiloraClientError
 from multilora_client.openai.errors import Failure
 from multilora_wire.adapter_names import task_id_of_name
+from multilora_wire.converted_files import CONFIG_FILE, OLD_CONFIG_FILE, ORIGIN_FILE, WEIGHTS_FILE
+from multilora_wire.peft_config import PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE
 
 router = APIRouter()
 
+FILE_NAMES = frozenset({PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE, WEIGHTS_FILE, CONFIG_FILE, OLD_CONFIG_FILE, ORIGIN_FILE})
+"""The only files of an adapter that are read, and so the only ones that are taken."""
+
 _FILE = re.compile(r"([\w.]+):(\d{1,12})", re.ASCII)
-_SENT = "sent"
 _UPLOAD_TIMEOUT_S = 600.0
 
 
@@ -50,10 +53,10 @@ async def upload(
     lora_name: Annotated[str, Query(max_length=200)] = "",
     lora_task_id: Annotated[int | None, Query(ge=0, lt=2**64)] = None,
 ) -> Response:
-    """The body is the files, one behind the other, as `file=NAME:BYTES&file=...` lists them.
+    """The body is the files, one after another, as `file=NAME:BYTES&file=...` lists them.
 
-    The answer is lines: `{"phase": "converting", "done", "total"}`, `{"phase": "sending"}`, and in the end
-    `{"phase": "done", "lora_task_id", "lora_digest"}` or `{"error"}`.
+    The answer is lines: `{"phase": "sending", "bytes"}`, and in the end `{"phase": "done", "lora_task_id",
+    "lora_digest"}` or `{"error"}`.
     """
     files = parse_files(file, console.settings.max_upload_bytes)
     if lora_name and lora_task_id is not None:
@@ -65,9 +68,8 @@ async def upload(
         await console.uploads.acquire()
         resources.callback(console.uploads.release)
         folder = Path(resources.enter_context(TemporaryDirectory(prefix="multilora-console-")))
-        (folder / _SENT).mkdir()
-        await _receive(request, files, folder / _SENT)
-        lines = _upload(folder, console.settings, client, lora_name, lora_task_id)
+        await _receive(request, files, folder)
+        lines = _upload(folder, client, lora_name, lora_task_id)
         return _UploadLines(lines, resources.pop_all())
 
 
@@ -133,29 +135,39 @@ class _Body:
 
 
 async def _upload(
-    folder: Path, settings: ConsoleSettings, client: AsyncClient, lora_name: str, lora_task_id: int | None
+    folder: Path, client: AsyncClient, lora_name: str, lora_task_id: int | None
 ) -> AsyncGenerator[str, None]:
-    output = folder / "converted"
     try:
-        conversion = converted(folder / _SENT, output, settings.base_model, settings.max_conversion_s)
-        async with aclosing(conversion):
-            async for done, total in conversion:
-                yield line({"phase": "converting", "done": done, "total": total})
-        adapter = await asyncio.to_thread(_load, output, lora_name, lora_task_id)
-        yield line({"phase": "sending", "bytes": adapter.tensors.nbytes})
+        adapter = await asyncio.to_thread(_load, folder, lora_name, lora_task_id)
+        yield line({"phase": "sending", "bytes": adapter.content.nbytes})
         answer = await client.upload(adapter, lora_name=lora_name or None, timeout_s=_UPLOAD_TIMEOUT_S)
         yield line({"phase": "done", "lora_task_id": str(adapter.lora_task_id), "lora_digest": answer.lora_digest})
     except MultiloraClientError as error:
-        yield line({"error": {"code": error.code, "message": str(error)}})
+        yield line({"error": {"code": error.code, "message": _shown(error, folder)}})
 
 
-def _load(directory: Path, lora_name: str, lora_task_id: int | None) -> Adapter:
+def _load(folder: Path, lora_name: str, lora_task_id: int | None) -> Adapter:
     """The adapter under the id of its name, under the id given, or under one of its content.
 
     Reading and hashing hundreds of megabytes takes seconds: call it off the event loop.
     """
-    tensors = AdapterTensors.load(directory)
-    own_task_id = content_task_id(tensors)  # The tensors keep the digest, which the client asks for in any case.
+    _check_arrays(folder)
+    content = load_content(folder)
+    own_task_id = content_task_id(content)  # The content keeps the digest, which the client asks for in any case.
     if lora_name:
-        return Adapter(task_id_of_name(lora_name), tensors)
-    return Adapter(own_task_id if lora_task_id is None else lora_task_id, tensors)
+        return Adapter(task_id_of_name(lora_name), content)
+    return Adapter(own_task_id if lora_task_id is None else lora_task_id, content)
+
+
+def _check_arrays(folder: Path) -> None:
+    """Raises AdapterError for an array that says to be larger than its file, before anything makes room for it."""
+    for path in folder.glob("*.npy"):
+        try:
+            np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise AdapterError(f"{path.name} is not a readable .npy array without pickled objects: {error}") from None
+
+
+def _shown(error: MultiloraClientError, folder: Path) -> str:
+    """An error's text without the path of the console's own folder."""
+    return str(error).replace(f"{folder}/", "").replace(str(folder), "the upload")

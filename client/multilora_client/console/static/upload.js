@@ -165,8 +165,7 @@ export class Uploads {
     try {
       await api.upload(query, files, (line) => {
         if (line.error) failure = line.error.message;
-        else if (line.phase === "converting") tell(`converting ${line.done} of ${line.total}`, 0.5 + (0.4 * line.done) / line.total);
-        else if (line.phase === "sending") tell(`sending ${bytes(line.bytes)} to the server`, 0.92);
+        else if (line.phase === "sending") tell(`sending ${bytes(line.bytes)} to the server`, 0.75);
         else if (line.phase === "done") {
           row.isSent = true;
           tell(`uploaded, ${line.lora_digest.slice(0, 12)}`, 1, "good");

@@ -117,7 +117,7 @@ def _damage(memory: MemoryFileSystem) -> None:
     ("damage", "max_bytes", "reason"),
     [
         (_pickle, MAX_BYTES, "adapter_model.bin is a pickle"),
-        (_damage, MAX_BYTES, "the header of adapter_model.safetensors has 18446744073709551615 bytes"),
+        (_damage, MAX_BYTES, "its header has 18446744073709551615 bytes"),
         (lambda memory: None, 1000, "more than the 1000 that an adapter of this model can have"),
     ],
 )

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from multilora_client.bfloat16 import bfloat16_to_float32, float32_to_bfloat16
+from multilora_wire.bfloat16 import bfloat16_to_float32, float32_to_bfloat16
 
 
 def test_rounding_is_that_of_torch_ties_subnormals_and_overflow_included() -> None:

@@ -1,0 +1,374 @@
+"""`PeftConfig`: PEFT's `adapter_config.json`, read by allow-list.
+
+A field that nobody here understands is refused by its name and value, unless the field is empty. A field of a kind of
+adapters that is not served is refused with advice (`_REFUSED_FIELDS`). To serve a kind, move its fields to
+`_READ_FIELDS` and give `PeftConfig` a property that checks and returns the value.
+
+Nobody here matches a regular expression of a stranger, who could write one that takes for ever: `target_modules` and
+`exclude_modules` count where they are lists, and patterns of ranks and alphas must be plain (`_PLAIN_PATTERN`), unless
+the caller trusts them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from multilora_wire.sites import ModelSites
+
+PEFT_CONFIG_FILE = "adapter_config.json"
+PEFT_WEIGHTS_FILE = "adapter_model.safetensors"
+
+MAX_CONFIG_BYTES = 256 << 10
+"""Parsing JSON keeps other threads of the interpreter waiting: 3 ms for so much."""
+
+MAX_QUOTED_CHARS = 200
+
+MLX_ADVICE = (
+    "MLX wrote this adapter, and PEFT's form is served: adapter_model.safetensors with lora_A.weight = lora_a "
+    "transposed and lora_B.weight = lora_b transposed for each module, and adapter_config.json with peft_type LORA, r "
+    "and lora_alpha = scale x r"
+)
+BIASES_ADVICE = "biases are not supported"
+
+_HARMLESS_FIELDS = frozenset(
+    {
+        # These say how the adapter was trained, saved or loaded.
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "revision",
+        "inference_mode",
+        "lora_dropout",
+        "runtime_config",
+        "merge_weights",
+        # These say which modules were adapted; `check_targets` reads the lists among them.
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "ensure_weight_tying",
+        # PEFT itself resets this one for linear layers.
+        "fan_in_fan_out",
+        # These count only beside another field, which is read or refused.
+        "megatron_core",
+        "qalora_group_size",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        # These change gradients, or the weights while they are trained.
+        "velora_config",
+        "monteclora_config",
+    }
+)
+"""Fields that change no answer, whatever their values."""
+
+_READ_FIELDS = frozenset(
+    {
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "use_dora",
+        "use_bdlora",
+        "rank_pattern",
+        "alpha_pattern",
+        "init_lora_weights",
+        "bias",
+        "base_model_name_or_path",
+    }
+)
+
+_REFUSED_FIELDS: Mapping[str, str] = {
+    "modules_to_save": "whole saved modules are not supported",
+    "lora_bias": BIASES_ADVICE,
+    "trainable_token_indices": "trained embedding rows are not supported",
+    "target_parameters": "LoRA on bare parameters is not supported",
+    "layer_replication": "replicated layers are not supported",
+    "alora_invocation_tokens": "activated LoRA is not supported",
+    "invocation_string": "this is activated LoRA in the form of IBM's package alora, which is not supported; train it "
+    "with PEFT, whose field is alora_invocation_tokens",
+    "use_qalora": "QA-LoRA is not supported",
+    "arrow_config": "routed LoRA is not supported",
+    "kasa_config": "KaSA, which changes the base model's weights, is not supported",
+    "megatron_config": "LoRA on Megatron's parallel layers is not supported",
+}
+
+_REFUSED_LISTS = frozenset(
+    {"modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication", "alora_invocation_tokens"}
+)
+"""Those fields of `_REFUSED_FIELDS` that do nothing where they are empty."""
+
+_MLX_FIELDS = ("fine_tune_type", "lora_parameters")
+
+_BASE_IS_CHANGED = "save it with PEFT's path_initial_model_for_weight_conversion"
+
+_REFUSED_INITIALISATIONS: Mapping[str, str] = {
+    **dict.fromkeys(("pissa", "olora", "corda", "lora_ga"), _BASE_IS_CHANGED),
+    "loftq": "it belongs to the weights that LoftQ made of them",
+}
+"""These change the model's weights first. Adapters that were trained then are no difference to the original model."""
+
+_INITIALISATIONS = ("gaussian", "eva", "orthogonal", "mica")
+_BIASES = ("none", "all", "lora_only")
+_BLOCK_FIELDS = frozenset({"target_modules_bd_a", "target_modules_bd_b", "nblocks", "match_strict"})
+
+_KNOWN_FIELDS = _READ_FIELDS | _HARMLESS_FIELDS
+
+_LARGEST_SETTING = 1e30
+"""Of ranks and alphas: float32 holds it."""
+
+_PLAIN_PATTERN = re.compile(r"[\w.|^$\\-]{0,1000}", re.ASCII)
+"""Names of modules, alternatives, anchors and escapes: no expression of these takes long to match."""
+
+_PATTERNS_PER_COLUMN = 2
+_MAX_BLOCK_NAMES = 1024
+
+
+class PeftError(Exception):
+    """PEFT's files hold no adapter that can be served. The text names the file, field or key, with the numbers."""
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The modules that PEFT adapts, as far as lists tell.
+
+    targets: None where every module counts. layers: None where every layer counts. has_layers_pattern: whether `layers`
+    is a name of the list of layers.
+    """
+
+    targets: frozenset[str] | None
+    excluded: frozenset[str]
+    layers: frozenset[int | float] | None
+    has_layers_pattern: bool
+
+
+@dataclass(frozen=True, eq=False)
+class PeftConfig:
+    """A configuration whose every field is understood.
+
+    fields: the JSON object. rank_patterns, alpha_patterns: compiled, in their order.
+    """
+
+    fields: Mapping[str, Any]
+    rank_patterns: tuple[tuple[re.Pattern[str], Any], ...]
+    alpha_patterns: tuple[tuple[re.Pattern[str], Any], ...]
+
+    @property
+    def base_model(self) -> str:
+        """The name that the adapter gives its base model; "" without one."""
+        name = self.fields.get("base_model_name_or_path")
+        return name if isinstance(name, str) else ""
+
+    @property
+    def use_dora(self) -> bool:
+        return bool(self.fields.get("use_dora"))
+
+    def is_on(self, field: str) -> bool:
+        """Whether PEFT computes, or trained, with the variant of this field."""
+        return not _is_off(field, self.fields.get(field))
+
+    def rank(self, module: str) -> float:
+        """The rank that the configuration gives a module of PEFT's model. Raises PeftError."""
+        return self._setting(self.rank_patterns, "r", module)
+
+    def scaling(self, module: str, rank: int) -> float:
+        """The factor of a module's update: alpha / rank, or alpha / sqrt(rank). Raises PeftError."""
+        alpha = self._setting(self.alpha_patterns, "lora_alpha", module)
+        return alpha / math.sqrt(rank) if self.fields.get("use_rslora") else alpha / rank
+
+    def num_blocks(self, module: str) -> tuple[int, int]:
+        """How many blocks stand on the diagonals of a module's A and B; 1 is a whole matrix. Raises PeftError."""
+        if not self.is_on("use_bdlora"):
+            return 1, 1
+        blocks = self.fields["use_bdlora"]
+        is_a, is_b = (
+            any(name in module for name in blocks.get(field) or ())
+            for field in ("target_modules_bd_a", "target_modules_bd_b")
+        )
+        if is_a and is_b:
+            raise PeftError(f"{PEFT_CONFIG_FILE}: use_bdlora is {quoted(blocks)}, which has {module} in both lists")
+        count = blocks.get("nblocks", 1)
+        return (count if is_a else 1), (count if is_b else 1)
+
+    def check_target(self, module: str, layer: int) -> None:
+        """Refuse the matrices of a module that PEFT would leave out. Raises PeftError.
+
+        module: in PEFT's model. Lists are looked at, regular expressions are not.
+        """
+        chosen = self._chosen
+        # PEFT's rule: a name in a list is a module's whole name, or its end after a dot.
+        ends = {module.split(".", count)[-1] for count in range(module.count(".") + 1)}
+        left_out_by = ""
+        if not chosen.excluded.isdisjoint(ends):
+            left_out_by = "exclude_modules"
+        elif chosen.targets is not None and chosen.targets.isdisjoint(ends):
+            left_out_by = "target_modules"
+        elif chosen.layers is not None and module not in (chosen.targets or ()):
+            if layer not in chosen.layers:
+                left_out_by = "layers_to_transform"
+            elif not chosen.has_layers_pattern:
+                left_out_by = "layers_pattern"
+        if left_out_by:
+            raise PeftError(
+                f"{PEFT_CONFIG_FILE}: {left_out_by} is {quoted(self.fields[left_out_by])}, which leaves out {module}, "
+                f"and {PEFT_WEIGHTS_FILE} has matrices for it"
+            )
+
+    @cached_property
+    def _chosen(self) -> _Chosen:
+        targets, layers = self.fields.get("target_modules"), self.fields.get("layers_to_transform")
+        patterns = self.fields.get("layers_pattern")
+        counts = isinstance(targets, list) and layers not in (None, [])
+        return _Chosen(
+            _names(targets) if isinstance(targets, list) and targets else None,
+            _names(self.fields.get("exclude_modules")),
+            frozenset(layer for layer in _listed(layers) if isinstance(layer, int | float)) if counts else None,
+            not patterns or "layers" in _listed(patterns),
+        )
+
+    def _setting(self, patterns: tuple[tuple[re.Pattern[str], Any], ...], field: str, module: str) -> float:
+        """PEFT's rule: the first pattern that matches the end of the module's name, after a dot, decides."""
+        value = next((value for pattern, value in patterns if pattern.match(module)), self.fields.get(field))
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise PeftError(f"{PEFT_CONFIG_FILE}: {field} of {module} is {quoted(value)}, not a number")
+        if not abs(value) <= _LARGEST_SETTING:
+            raise PeftError(f"{PEFT_CONFIG_FILE}: {field} of {module} is beyond {_LARGEST_SETTING:g}")
+        return value
+
+
+def parse_peft_config(text: bytes | memoryview, sites: ModelSites | None = None, trusts: bool = False) -> PeftConfig:
+    """Read and check a configuration.
+
+    sites: of the model that the adapter is for, which bound the number of patterns. trusts: whether patterns may be any
+    regular expressions. Raises PeftError naming the field that stands in the way.
+    """
+    check_config_bytes(len(text))
+    try:
+        fields = json.loads(bytes(text))
+    except ValueError as error:
+        raise PeftError(f"{PEFT_CONFIG_FILE} is not JSON: {error}") from None
+    except RecursionError:
+        raise PeftError(f"{PEFT_CONFIG_FILE} is nested too deeply") from None
+    if not isinstance(fields, dict):
+        raise PeftError(f"{PEFT_CONFIG_FILE} is not a JSON object")
+    if any(field in fields for field in _MLX_FIELDS):
+        raise PeftError(f"{PEFT_CONFIG_FILE}: {MLX_ADVICE}")
+    _check_fields(fields)
+    _check_initialisation(fields.get("init_lora_weights", True))
+    _check_blocks(fields)
+    max_patterns = None if sites is None else _PATTERNS_PER_COLUMN * sites.num_columns
+    patterns = (tuple(_compiled(fields, field, max_patterns, trusts)) for field in ("rank_pattern", "alpha_pattern"))
+    return PeftConfig(fields, *patterns)
+
+
+def check_config_bytes(num_bytes: int) -> None:
+    """Raises PeftError for a configuration that is longer than any is read."""
+    if num_bytes > MAX_CONFIG_BYTES:
+        raise PeftError(f"{PEFT_CONFIG_FILE} has {num_bytes} bytes, at most {MAX_CONFIG_BYTES} are read")
+
+
+def quoted(value: object) -> str:
+    """A value for an error's text."""
+    text = repr(value)
+    return text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]}..."
+
+
+def _check_fields(fields: Mapping[str, Any]) -> None:
+    if fields.get("peft_type", "LORA") != "LORA":
+        raise PeftError(f"{PEFT_CONFIG_FILE}: peft_type is {quoted(fields['peft_type'])}; only LORA is supported")
+    for field, value in fields.items():
+        if field in _REFUSED_FIELDS and not _is_off(field, value):
+            raise PeftError(f"{PEFT_CONFIG_FILE}: {field} is {quoted(value)}; {_REFUSED_FIELDS[field]}")
+        if value and field not in _KNOWN_FIELDS:
+            raise PeftError(
+                f"{PEFT_CONFIG_FILE}: {field[:MAX_QUOTED_CHARS]} is {quoted(value)}, and this field of the "
+                "configuration is not known: the adapter might not be plain LoRA. Set the field to null if it changes "
+                "nothing"
+            )
+    if fields.get("bias", "none") not in _BIASES:
+        raise PeftError(f"{PEFT_CONFIG_FILE}: bias is {quoted(fields['bias'])}; expected {', '.join(_BIASES)}")
+
+
+def _check_initialisation(initialisation: Any) -> None:
+    if isinstance(initialisation, bool | None):
+        return
+    name = initialisation.lower() if isinstance(initialisation, str) else ""
+    for start, advice in _REFUSED_INITIALISATIONS.items():
+        if name.startswith(start):
+            raise PeftError(
+                f"{PEFT_CONFIG_FILE}: init_lora_weights is {quoted(initialisation)}, so the adapter is no difference "
+                f"to the original model; {advice}"
+            )
+    if name not in _INITIALISATIONS:
+        raise PeftError(
+            f"{PEFT_CONFIG_FILE}: init_lora_weights is {quoted(initialisation)}, which is not known: the adapter might "
+            f"be no difference to the original model. Known are true, false, {', '.join(_INITIALISATIONS)}"
+        )
+
+
+def _check_blocks(fields: Mapping[str, Any]) -> None:
+    """Check the settings of block-diagonal LoRA (PEFT's BdLoraConfig)."""
+    blocks = fields.get("use_bdlora")
+    if _is_off("use_bdlora", blocks):
+        return
+    problem = ""
+    if not isinstance(blocks, dict):
+        problem = "an object is expected"
+    elif unknown := [name for name, value in blocks.items() if value and name not in _BLOCK_FIELDS]:
+        problem = f"its {quoted(unknown[0])} is not known"
+    elif type(blocks.get("nblocks", 1)) is not int or blocks.get("nblocks", 1) < 1:
+        problem = "its nblocks must be a whole number, 1 or more"
+    elif not all(_is_list_of_names(blocks.get(f) or []) for f in ("target_modules_bd_a", "target_modules_bd_b")):
+        problem = f"its lists of modules must be lists of names, of {_MAX_BLOCK_NAMES} at most"
+    elif fields.get("use_dora"):
+        problem = "and use_dora is set, too: PEFT has no such variant"
+    if problem:
+        raise PeftError(f"{PEFT_CONFIG_FILE}: use_bdlora is {quoted(blocks)}; {problem}")
+
+
+def _is_off(field: str, value: object) -> bool:
+    """Whether PEFT computes as without the field. An empty object is a variant with its default settings."""
+    return value is None or value is False or (field in _REFUSED_LISTS and not value)
+
+
+def _is_list_of_names(value: Any) -> bool:
+    is_list = isinstance(value, list) and len(value) <= _MAX_BLOCK_NAMES
+    return is_list and all(isinstance(name, str) for name in value)
+
+
+def _names(value: object) -> frozenset[str]:
+    """The names in a list. A regular expression in its place has none."""
+    return frozenset(name for name in value if isinstance(name, str)) if isinstance(value, list) else frozenset()
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _compiled(
+    fields: Mapping[str, Any], field: str, max_patterns: int | None, trusts: bool
+) -> Iterator[tuple[re.Pattern[str], Any]]:
+    patterns = fields.get(field) or {}
+    if not isinstance(patterns, dict):
+        raise PeftError(f"{PEFT_CONFIG_FILE}: {field} is {quoted(patterns)}, an object is expected")
+    if max_patterns is not None and len(patterns) > max_patterns:
+        raise PeftError(
+            f"{PEFT_CONFIG_FILE}: {field} has {len(patterns)} entries, an adapter of this model {max_patterns} at most"
+        )
+    for pattern, value in patterns.items():
+        if not trusts and _PLAIN_PATTERN.fullmatch(pattern) is None:
+            raise PeftError(
+                f"{PEFT_CONFIG_FILE}: {field} has the expression {quoted(pattern)}; only names of modules, "
+                "alternatives (|) and anchors are taken. Convert the adapter first (multilora convert)"
+            )
+        try:
+            yield re.compile(rf"(.*\.)?({pattern})$"), value
+        except (re.error, RecursionError, OverflowError) as error:
+            raise PeftError(f"{PEFT_CONFIG_FILE}: {field} has the invalid pattern {quoted(pattern)}: {error}") from None

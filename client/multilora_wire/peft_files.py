@@ -1,0 +1,532 @@
+"""PEFT's files as an adapter: `adapter_config.json` and `adapter_model.safetensors`, read one piece at a time.
+
+`read_peft` reads the configuration and the header of the weights, and finds the place of every tensor; it reads no
+values. `LinearReader` then reads the values of one linear in pieces of bounded size, as the wire format has them: the
+scale in B, the magnitude of DoRA divided by the lengths of the adapted weight's rows, and the outputs of a fused
+`gate_up_proj` with their halves exchanged. Sources, requests and the converter all read adapters by this module.
+
+A tensor that nobody here understands is refused by its name. To serve a kind of adapters, give its tensors' endings a
+part in `_PARTS`, take its names out of `_REFUSED_KEYS`, and put the tensors into `PeftAdapter`: one linear's are found
+by `_linear`, a part of the model that is no linear of a layer has a name that `_split_key` tells. The fields of the
+configuration are `peft_config`'s.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from multilora_wire.adapter_origin import AdaptedLinear, AdapterOrigin, WrongBaseModel, describe_missing
+from multilora_wire.bfloat16 import bfloat16_to_float32, float32_to_bfloat16
+from multilora_wire.module_names import MLP_GATE_UP, MODULE_IDS
+from multilora_wire.peft_config import (
+    BIASES_ADVICE,
+    MAX_CONFIG_BYTES,
+    MAX_QUOTED_CHARS,
+    MLX_ADVICE,
+    PEFT_CONFIG_FILE,
+    PEFT_WEIGHTS_FILE,
+    PeftConfig,
+    PeftError,
+    check_config_bytes,
+    parse_peft_config,
+)
+from multilora_wire.sites import ModelSites
+from multilora_wire.tensor_file import (
+    MAX_HEADER_BYTES,
+    ByteSource,
+    FileBytes,
+    TensorFileError,
+    TensorPlace,
+    read_tensor_places,
+)
+
+AdapterDtype = Literal["FP16", "BF16", "FP32"]
+Array = npt.NDArray[Any]
+Part = Literal["a", "b", "magnitude"]
+
+NUMPY_DTYPES: Mapping[AdapterDtype, type[np.generic]] = {"FP16": np.float16, "BF16": np.uint16, "FP32": np.float32}
+"""The types in which values of adapters are held; NumPy has no bfloat16, and holds its bits."""
+
+MAX_PIECE_VALUES = 1 << 20
+"""Values that are read at once; 4 MiB as float32."""
+
+_PANEL = 16
+"""Rows of B that codes are made of together; pieces of B begin at multiples."""
+
+_FILE_DTYPES: Mapping[str, AdapterDtype] = {"F16": "FP16", "BF16": "BF16", "F32": "FP32"}
+_ITEM_DTYPES: Mapping[str, str] = {"F16": "<f2", "BF16": "<u2", "F32": "<f4"}
+_TENSORS_PER_COLUMN = 3
+_HEADER_BYTES_PER_TENSOR = 512
+"""Of a header of safetensors, which is JSON, and has notes of the trainer's beside the tensors."""
+
+_PARTS: Mapping[str, Part] = {
+    "lora_A.weight": "a",
+    "lora_B.weight": "b",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",
+}
+"""The endings of the tensors that are read, after the name of their module."""
+
+_SIDES: Mapping[Part, str] = {"a": "lora_A", "b": "lora_B"}
+
+_TRAINING_KEYS: Mapping[str, re.Pattern[str]] = {
+    "velora_config": re.compile(r"\.lora_velora_embed$"),
+    "monteclora_config": re.compile(
+        r"\.lora_monteclora_sampler\.(std_prior|expert_weights_prior|gaussian_var_prior|expert_weights)$"
+    ),
+}
+"""Tensors that only the training of these variants reads, and that are passed over."""
+
+_TEXT_MODEL = re.compile(r"(?:model|(?:model\.)?(?:language_model|text_model)(?:\.model)?)\.(?=layers\.)")
+"""The beginning of the name of a decoder layer in PEFT's model: of a text model, or of the text part of one with
+pictures."""
+
+_LAYER = re.compile(r"layers\.([0-9]{1,6})\.([\w.]+)", re.ASCII)
+
+_WHOLE_MATRIX = (
+    "is a whole matrix, and only LoRA matrices are served. PEFT saves the embeddings and the head beside them once the "
+    "vocabulary was resized or embeddings were targeted. If they are the base model's own, save the adapter again with "
+    "save_pretrained(..., save_embedding_layers=False)"
+)
+_ON_HEAD = "LoRA on the output head is not supported"
+_ON_EMBEDDINGS = "LoRA on embeddings is not supported"
+_MLX_MATRIX = "is MLX's form of a matrix, which is transposed"
+_OTHER_PART = (
+    "it belongs to the part of the model that reads pictures or sound, and only the text part is served; train with "
+    "PEFT's exclude_modules for that part"
+)
+
+_REFUSED_KEYS: Mapping[re.Pattern[str], str] = {
+    re.compile(pattern): reason
+    for pattern, reason in {
+        r"\.lora_embedding_": _ON_EMBEDDINGS,
+        r"token_adapter|trainable_tokens_": "trained rows of the embeddings are not supported",
+        r"modules_to_save": "whole saved modules (modules_to_save) are not supported",
+        r"\.bias$": BIASES_ADVICE,
+        r"\.lora_[ab]$": _MLX_MATRIX,
+        r"vision|visual|image|multi_?modal|connector|projector|audio": _OTHER_PART,
+        r"(^|\.)(embed_tokens|lm_head)(\.base_layer)?\.weight$": _WHOLE_MATRIX,
+        r"(^|\.)lm_head\.": _ON_HEAD,
+        r"(^|\.)embed_tokens\.": _ON_EMBEDDINGS,
+        r"norm\.weight$": "whole saved norms are not supported",
+    }.items()
+}
+"""What a tensor with such a key is, and why it is refused; the first that matches tells."""
+
+
+class BaseTiles(Protocol):
+    """The weights of a base model's linears, which DoRA's magnitudes refer to."""
+
+    def tiles(self, name: str, shape: tuple[int, int]) -> Iterator[npt.NDArray[np.float32]]:
+        """The weight `[out, in]` of the linear `name`, some rows after others."""
+        ...
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix of a file. shape: as it is used; num_blocks: on its diagonal, which alone are in the file.
+
+    A block-diagonal matrix `[rows, columns]` is stored as `[rows, columns / num_blocks]`.
+    """
+
+    place: TensorPlace
+    shape: tuple[int, int]
+    num_blocks: int = 1
+
+
+@dataclass(frozen=True)
+class PeftLinear:
+    """One adapted linear: y += scaling * x A^T B^T.
+
+    name: of the module in the base model, such as `model.layers.3.self_attn.q_proj`.
+    module_id, layer: its place in the wire format. a: `[rank, in]`. b: `[out, rank]`.
+    scaling: alpha / rank, or alpha / sqrt(rank).
+    magnitude: `[out]`, of a DoRA linear (arXiv:2402.09353): how long the rows of its adapted weight are made.
+    """
+
+    name: str
+    module_id: int
+    layer: int
+    a: StoredMatrix
+    b: StoredMatrix
+    scaling: float
+    magnitude: TensorPlace | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def num_values(self) -> int:
+        """Values of A, B and the magnitude."""
+        magnitude = 0 if self.magnitude is None else self.out_size
+        return self.rank * (self.in_size + self.out_size) + magnitude
+
+    @property
+    def in_size(self) -> int:
+        return self.a.shape[1]
+
+    @property
+    def out_size(self) -> int:
+        return self.b.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class PeftAdapter:
+    """An adapter of PEFT's files, without its values. linears: by layer and module id.
+
+    dtype: that of the file, FP32 when the file mixes several. base_model: the name that the adapter gives its model.
+    """
+
+    config: PeftConfig
+    source: ByteSource
+    linears: tuple[PeftLinear, ...]
+    dtype: AdapterDtype
+
+    @property
+    def base_model(self) -> str:
+        return self.config.base_model
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all matrices and magnitudes as they are used."""
+        num_values = sum(linear.num_values for linear in self.linears)
+        return num_values * np.dtype(NUMPY_DTYPES[self.dtype]).itemsize
+
+    @property
+    def origin(self) -> AdapterOrigin:
+        """The model that the adapter was made for."""
+        return AdapterOrigin(tuple(_adapted(linear) for linear in self.linears), self.base_model)
+
+
+@dataclass(frozen=True, eq=False)
+class Values:
+    """Some rows of A, B or the magnitude of a linear, in the order of the wire format.
+
+    index: 0 is A, 1 is B, 2 is the magnitude. first: the first row. values: `[rows, columns]`, or `[rows]` of a
+    magnitude, in the NumPy type of the adapter's dtype (`NUMPY_DTYPES`).
+    """
+
+    index: int
+    first: int
+    values: Array
+
+
+def read_peft(
+    config: bytes | memoryview,
+    source: ByteSource,
+    sites: ModelSites | None = None,
+    model: str = "",
+    trusts_patterns: bool = False,
+) -> PeftAdapter:
+    """Read and check an adapter's configuration and the header of its weights, but no values.
+
+    config: the bytes of `adapter_config.json`. source: those of `adapter_model.safetensors`. sites: of the model that
+    the adapter is for, where they are known; model: the name of that one. trusts_patterns: see `parse_peft_config`.
+    Raises PeftError naming the field or key that stands in the way, or WrongBaseModel with the sizes of both models.
+    """
+    settings = parse_peft_config(config, sites, trusts_patterns)
+    places = _read_places(source, sites)
+    found = _find_parts(places.values(), settings)
+    linears = [_linear(path, parts, settings, sites, model) for path, parts in found.items()]
+    linears.sort(key=lambda linear: (linear.layer, linear.module_id))
+    if sites is not None:
+        AdapterOrigin(tuple(map(_adapted, linears)), settings.base_model).check(sites, model)
+    for linear in linears:
+        _check_sizes(linear, settings)
+    dtypes = {_FILE_DTYPES[place.dtype] for place in places.values()}
+    return PeftAdapter(settings, source, tuple(linears), dtypes.pop() if len(dtypes) == 1 else "FP32")
+
+
+@contextmanager
+def open_peft_directory(
+    directory: Path, sites: ModelSites | None = None, model: str = "", trusts_patterns: bool = False
+) -> Iterator[PeftAdapter]:
+    """`read_peft` of the files in a directory. Values can be read while the context lasts. Raises OSError, too."""
+    config_path, weights_path = directory / PEFT_CONFIG_FILE, directory / PEFT_WEIGHTS_FILE
+    if not config_path.is_file():
+        raise PeftError(f"{PEFT_CONFIG_FILE} is missing")
+    if not weights_path.is_file():
+        names = [entry.name for entry in directory.iterdir()]
+        raise PeftError(describe_foreign(names) or f"{PEFT_WEIGHTS_FILE} is missing")
+    with FileBytes(config_path) as config, FileBytes(weights_path) as weights:
+        check_config_bytes(config.num_bytes)
+        text = config.read(0, config.num_bytes)
+        yield read_peft(text, weights, sites, model, trusts_patterns)
+
+
+class LinearReader:
+    """Reads the values of an adapter's linears, a piece at a time."""
+
+    def __init__(self, adapter: PeftAdapter, base: BaseTiles | None = None, dtype: AdapterDtype | None = None) -> None:
+        """base: the base model's weights, which DoRA needs. dtype: of the values; None is the adapter's own."""
+        self._source = adapter.source
+        self._base = base
+        self._dtype: AdapterDtype = dtype or adapter.dtype
+
+    def read(self, linear: PeftLinear, bounds: Sequence[int] = ()) -> Iterator[Values]:
+        """All values of a linear in their order on the wire: A, B with the scale, and the magnitude of DoRA.
+
+        bounds: rows of B at which its parts begin, and their end; no piece goes beyond one. Raises PeftError for values
+        that are not finite or do not fit the dtype, and the errors of the base's weights.
+        """
+        for first, stop in _row_pieces((0, linear.rank), linear.in_size, unit=1):
+            yield Values(0, first, self._cast(self._rows(linear.a, first, stop), linear.name))
+        is_swapped = linear.module_id == MLP_GATE_UP
+        half = linear.out_size // 2 if is_swapped else 0
+        ends = sorted({0, half, linear.out_size, *bounds})
+        for first, stop in _row_pieces(ends, linear.rank, unit=_PANEL):
+            start = (first + half) % linear.out_size if is_swapped else first
+            yield Values(1, first, self._cast(self._scaled(linear, start, start + stop - first), linear.name))
+        if linear.magnitude is not None:
+            magnitude = self._normalised(linear, linear.magnitude)
+            yield Values(2, 0, self._cast(np.roll(magnitude, half), linear.name))
+
+    def _scaled(self, linear: PeftLinear, first: int, stop: int) -> npt.NDArray[np.float32]:
+        with np.errstate(over="ignore"):
+            return self._rows(linear.b, first, stop) * np.float32(linear.scaling)
+
+    def _normalised(self, linear: PeftLinear, magnitude: TensorPlace) -> npt.NDArray[np.float32]:
+        """The magnitude divided by the lengths of the rows of W + B A, float32 `[out]`."""
+        if self._base is None:
+            raise PeftError(
+                f"{linear.name} is a DoRA module, which takes the base model's weights to convert: name its checkpoint "
+                "(multilora convert --base-model DIR)"
+            )
+        lengths = np.empty(linear.out_size, np.float32)
+        a, first = self._rows(linear.a, 0, linear.rank), 0
+        for weight in self._base.tiles(linear.name, (linear.out_size, linear.in_size)):
+            stop = first + len(weight)
+            lengths[first:stop] = np.linalg.norm(weight + self._scaled(linear, first, stop) @ a, axis=1)
+            first = stop
+        if not lengths.all():
+            raise PeftError(f"{linear.name} has a row of zeros, which no magnitude can stretch")
+        values: npt.NDArray[np.float32] = self._values(magnitude, 0, magnitude.shape[0]) / lengths
+        return values
+
+    def _rows(self, matrix: StoredMatrix, first: int, stop: int) -> npt.NDArray[np.float32]:
+        """Rows of a matrix as it is used, float32."""
+        columns = matrix.shape[1]
+        width = columns // matrix.num_blocks
+        stored = self._values(matrix.place, first * width, stop * width).reshape(-1, width)
+        if matrix.num_blocks == 1:
+            return stored
+        rows = np.zeros((stop - first, columns), np.float32)
+        height = matrix.shape[0] // matrix.num_blocks
+        for block in range(first // height, -(-stop // height)):
+            inside = slice(max(first, block * height) - first, min(stop, (block + 1) * height) - first)
+            rows[inside, block * width : (block + 1) * width] = stored[inside]
+        return rows
+
+    def _values(self, place: TensorPlace, first: int, stop: int) -> npt.NDArray[np.float32]:
+        """Values of a tensor by their places in it, float32. Raises PeftError unless all are finite."""
+        item = np.dtype(_ITEM_DTYPES[place.dtype])
+        try:
+            data = self._source.read(place.start + first * item.itemsize, place.start + stop * item.itemsize)
+        except TensorFileError as error:
+            raise PeftError(f"{PEFT_WEIGHTS_FILE}: {error}") from None
+        stored = np.frombuffer(data, item)
+        values = bfloat16_to_float32(stored) if place.dtype == "BF16" else stored.astype(np.float32)
+        if not np.isfinite(values).all():
+            raise PeftError(f"{place.key[:MAX_QUOTED_CHARS]} holds NaN or infinite values")
+        return values
+
+    def _cast(self, values: npt.NDArray[np.float32], name: str) -> Array:
+        """Cast values; one beyond the range of the dtype is an error, never an infinity."""
+        if self._dtype == "BF16":
+            bits = float32_to_bfloat16(values)
+            self._check_range(values, bfloat16_to_float32(bits), name)
+            return bits
+        with np.errstate(over="ignore"):
+            cast: Array = values.astype(NUMPY_DTYPES[self._dtype])
+        self._check_range(values, cast, name)
+        return cast
+
+    def _check_range(self, values: npt.NDArray[np.float32], cast: Array, name: str) -> None:
+        if not np.isfinite(cast).all():
+            largest = np.abs(values).max()
+            raise PeftError(f"{name}: {largest:g} does not fit into {self._dtype}; use a wider storage type")
+
+
+def describe_foreign(names: Collection[str]) -> str:
+    """What a directory with files of these names holds, if PEFT's adapter is not in it, and what to do with it.
+
+    "" where nobody can tell.
+    """
+    adapters = sorted(name for name in names if name.startswith(("adapter", "lora")))
+    if any(name.endswith("adapters.safetensors") for name in names):
+        return f"adapters.safetensors: {MLX_ADVICE}"
+    if pickles := [name for name in adapters if name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt"))]:
+        return (
+            f"{pickles[0]} is a pickle, which can run code when it is read; only safetensors is read. Save the adapter "
+            "again with save_pretrained(..., safe_serialization=True)"
+        )
+    if ggufs := sorted(name for name in names if name.endswith(".gguf")):
+        return f"{ggufs[0]} is llama.cpp's form; take the folder of PEFT that it was made from"
+    if "config.json" in names and not {PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE} & set(names):
+        return (
+            "config.json belongs to the checkpoint of a whole model, which is no adapter; multilora-serve --model "
+            "serves it"
+        )
+    if others := [name for name in adapters if name.endswith(".safetensors") and name != PEFT_WEIGHTS_FILE]:
+        return f"{others[0]} is not in PEFT's form, which is {PEFT_CONFIG_FILE} with {PEFT_WEIGHTS_FILE}"
+    return ""
+
+
+def _row_pieces(bounds: Sequence[int], columns: int, unit: int) -> Iterator[tuple[int, int]]:
+    """Runs of rows between bounds: whole units of rows, of at most `MAX_PIECE_VALUES` values or one unit."""
+    step = max(1, MAX_PIECE_VALUES // (columns * unit)) * unit
+    for start, end in pairwise(bounds):
+        for first in range(start, end, step):
+            yield first, min(first + step, end)
+
+
+def _read_places(source: ByteSource, sites: ModelSites | None) -> dict[str, TensorPlace]:
+    """The tensors of the file. Raises PeftError, also for more tensors than an adapter of the model has."""
+    max_tensors, max_header_bytes = None, MAX_HEADER_BYTES
+    if sites is not None:
+        max_tensors = _TENSORS_PER_COLUMN * sites.num_columns
+        max_header_bytes = _HEADER_BYTES_PER_TENSOR * max_tensors + MAX_CONFIG_BYTES
+    try:
+        places = read_tensor_places(source, max_header_bytes)
+    except TensorFileError as error:
+        raise PeftError(f"{PEFT_WEIGHTS_FILE} is not a safetensors file: {error}") from None
+    if not places:
+        raise PeftError(f"{PEFT_WEIGHTS_FILE} holds no tensors")
+    if max_tensors is not None and len(places) > max_tensors:
+        raise PeftError(
+            f"{PEFT_WEIGHTS_FILE} has {len(places)} tensors, an adapter of this model has {max_tensors} at most"
+        )
+    for place in places.values():
+        if place.dtype not in _FILE_DTYPES:
+            raise PeftError(f"{_shown(place)} is {place.dtype[:MAX_QUOTED_CHARS]}; F16, BF16 and F32 are supported")
+    return places
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A linear of a layer. name: in the text model, such as `layers.3.mlp.up_proj`. linear: without its layer."""
+
+    layer: int
+    linear: str
+
+    @property
+    def name(self) -> str:
+        return f"layers.{self.layer}.{self.linear}"
+
+
+@dataclass(frozen=True)
+class _FoundPart:
+    """A tensor of a module. peft_name: of the module in PEFT's model, which patterns of the configuration match."""
+
+    place: TensorPlace
+    peft_name: str
+
+
+def _find_parts(places: Collection[TensorPlace], config: PeftConfig) -> dict[_Module, dict[Part, _FoundPart]]:
+    """The tensors of each module. Every tensor has a part or is an error."""
+    found: dict[_Module, dict[Part, _FoundPart]] = {}
+    for place in places:
+        if any(config.is_on(field) and pattern.search(place.key) for field, pattern in _TRAINING_KEYS.items()):
+            continue
+        module, peft_name, part = _split_key(place)
+        parts = found.setdefault(module, {})
+        if part in parts:
+            raise PeftError(f"{_shown(place)} and {_shown(parts[part].place)} are the same matrix")
+        parts[part] = _FoundPart(place, peft_name)
+    if not found:
+        raise PeftError(f"{PEFT_WEIGHTS_FILE} holds no matrices")
+    return found
+
+
+def _split_key(place: TensorPlace) -> tuple[_Module, str, Part]:
+    """The module of a tensor, the module's name in PEFT's model, and the part of the module that the tensor is."""
+    key = place.key.removeprefix("base_model.model.")
+    for ending, part in _PARTS.items():
+        name = key.removesuffix(f".{ending}")
+        if name != key and (prefix := _TEXT_MODEL.match(name)) and (layer := _LAYER.fullmatch(name, prefix.end())):
+            return _Module(int(layer[1]), layer[2]), name, part
+    for pattern, reason in _REFUSED_KEYS.items():
+        if pattern.search(place.key):
+            separator = " " if reason.startswith("is ") else ": "
+            advice = f". {MLX_ADVICE}" if reason == _MLX_MATRIX else ""
+            raise PeftError(f"{_shown(place)}{separator}{reason}{advice}")
+    raise PeftError(
+        f"{_shown(place)} is not a LoRA matrix of a decoder layer ([base_model.model.]model.layers.N...., also below "
+        "language_model or text_model)"
+    )
+
+
+def _linear(
+    module: _Module, parts: Mapping[Part, _FoundPart], config: PeftConfig, sites: ModelSites | None, model: str
+) -> PeftLinear:
+    first = next(iter(parts.values()))
+    module_id = _module_id(module, first.place, config, sites, model)
+    for part, side in _SIDES.items():
+        if part not in parts:
+            raise PeftError(f"{_shown(first.place)} has no {side} beside it")
+    config.check_target(first.peft_name, module.layer)
+    a_blocks, b_blocks = config.num_blocks(first.peft_name)
+    a, b = _matrix(parts["a"].place, a_blocks), _matrix(parts["b"].place, b_blocks)
+    if a.shape[0] != b.shape[1]:
+        raise PeftError(f"{_shown(a.place)} {list(a.shape)} and {_shown(b.place)} {list(b.shape)} have different ranks")
+    if a.shape[0] != (rank := config.rank(first.peft_name)):
+        raise PeftError(f"{_shown(a.place)} has rank {a.shape[0]}, but {PEFT_CONFIG_FILE} says {rank:g}")
+    scaling = config.scaling(first.peft_name, a.shape[0])
+    magnitude = parts["magnitude"].place if "magnitude" in parts else None
+    return PeftLinear(f"model.{module.name}", module_id, module.layer, a, b, scaling, magnitude)
+
+
+def _module_id(module: _Module, place: TensorPlace, config: PeftConfig, sites: ModelSites | None, model: str) -> int:
+    """The wire's id of a linear. Raises PeftError, or WrongBaseModel if the model has no such linear."""
+    if sites is None:
+        if module.linear not in MODULE_IDS:
+            raise PeftError(
+                f"{_shown(place)}: unknown module {module.linear[:MAX_QUOTED_CHARS]!r}; supported are "
+                f"{', '.join(MODULE_IDS)}"
+            )
+        return MODULE_IDS[module.linear]
+    wire_module = sites.module_named.get(module.name)
+    if wire_module is None:
+        name = f"model.{module.name}"[:MAX_QUOTED_CHARS]
+        raise WrongBaseModel.of(config.base_model, model, describe_missing(name, module.layer, sites))
+    return wire_module.module_id
+
+
+def _matrix(place: TensorPlace, num_blocks: int) -> StoredMatrix:
+    if len(place.shape) != 2 or 0 in place.shape:
+        raise PeftError(f"{_shown(place)} has shape {list(place.shape)}; a matrix is expected")
+    if place.shape[0] % num_blocks:
+        raise PeftError(
+            f"{_shown(place)} has shape {list(place.shape)}, and {PEFT_CONFIG_FILE} says that it is {num_blocks} blocks"
+        )
+    return StoredMatrix(place, (place.shape[0], place.shape[1] * num_blocks), num_blocks)
+
+
+def _check_sizes(linear: PeftLinear, config: PeftConfig) -> None:
+    """Check what another base model cannot explain: DoRA's magnitude, and halves of a fused module."""
+    place = linear.magnitude
+    if config.use_dora != (place is not None):
+        found = f"has {_shown(place)}" if place else f"has no lora_magnitude_vector of {linear.name}"
+        raise PeftError(f"{PEFT_CONFIG_FILE}: use_dora is {config.use_dora}, but {PEFT_WEIGHTS_FILE} {found}")
+    if place is not None and place.shape != (linear.out_size,):
+        raise PeftError(f"{_shown(place)} has shape {list(place.shape)}, expected [{linear.out_size}]")
+    if linear.module_id == MLP_GATE_UP and linear.out_size % 2:
+        raise PeftError(f"{linear.name} has {linear.out_size} outputs, which are not two halves")
+
+
+def _adapted(linear: PeftLinear) -> AdaptedLinear:
+    return AdaptedLinear(linear.name, linear.module_id, linear.layer, linear.in_size, linear.out_size)
+
+
+def _shown(place: TensorPlace) -> str:
+    return place.key[:MAX_QUOTED_CHARS]
