@@ -28,7 +28,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from multilora_engine.dynamo.updates import EVENTS
-from multilora_engine.tritonserver.probe import is_ready
+from multilora_engine.tritonserver.probe import OverHttp
 from repository import REPOSITORY
 
 _LOOPBACK = "127.0.0.1"
@@ -149,7 +149,7 @@ class DynamoFleet:
         def front_is_ready() -> bool:
             if process.poll() is not None:
                 raise FleetFailed(f"the Triton front ended with status {process.returncode}: {tail(log)}")
-            return is_ready(f"{_LOOPBACK}:{ports[0]}")
+            return OverHttp(f"{_LOOPBACK}:{ports[0]}").is_ready()
 
         self.wait_until(front_is_ready)
         return f"{_LOOPBACK}:{ports[1]}"

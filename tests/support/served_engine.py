@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from multilora_engine.process.drain import DrainOrder
-from multilora_engine.process.heartbeat import Heartbeat, heartbeat_file
+from multilora_engine.process.liveness import DrainOrder, Heartbeat, heartbeat_file
 from multilora_engine.process.server import serve
 from multilora_engine.process.usage import AdapterUsage
 from support.fake_engine import FakeEngine

@@ -19,8 +19,8 @@ from multilora_engine.dynamo.front_uploads import FrontUploads
 from multilora_engine.dynamo.workers import WorkerGone, Workers
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import AdapterNotFound, EngineUnavailable, InternalError, RequestError
-from multilora_engine.process.drain import DrainOrder
 from multilora_engine.process.fronts import Fronts
+from multilora_engine.process.liveness import DrainOrder
 from multilora_engine.process.messages import (
     Abort,
     AdapterHeader,

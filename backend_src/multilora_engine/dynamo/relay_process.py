@@ -41,8 +41,7 @@ from multilora_engine.dynamo.workers import Workers
 from multilora_engine.engine_info import CallLimits, ClientPolicy, EngineInfo
 from multilora_engine.errors import ConfigError, RequestError
 from multilora_engine.log_lines import configure_logging
-from multilora_engine.process.drain import DrainOrder
-from multilora_engine.process.heartbeat import Heartbeat
+from multilora_engine.process.liveness import DrainOrder, Heartbeat
 from multilora_engine.process.messages import Launch, Started, StartFailed
 from multilora_engine.process.outbox import MAX_QUEUED_MESSAGES
 from multilora_engine.process.start_report import report, take_stdout

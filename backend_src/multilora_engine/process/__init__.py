@@ -5,9 +5,9 @@ front (a Triton stub)                          engine process
   EngineProcess --- stdin, stdout, exit ---      main
 
 client, connection                         `EngineClient`: calls of a front, and their listeners
-supervisor                                 `EngineProcess`: starts the engine, and starts it again when it dies or hangs
+supervisor                                 `EngineProcess`: the engine, started again and again (`keep_alive`)
 main, start_report                         the program of the engine process, and its report to the supervisor
-heartbeat, drain, paths                    signs of life, an end without lost requests, where the socket is
+liveness, paths                            signs of life, an end without lost requests, where the socket is
 messages                                   the messages between fronts and engine
 server, fronts, outbox                     `EngineServer`: receives, steps, sends
   routes                                   the front and the sender of each request; limits of API keys

@@ -22,8 +22,7 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import ConfigError
 from multilora_engine.log_lines import configure_logging
-from multilora_engine.process.drain import DrainOrder
-from multilora_engine.process.heartbeat import Heartbeat
+from multilora_engine.process.liveness import DrainOrder, Heartbeat
 from multilora_engine.process.messages import Launch, Started, StartFailed
 from multilora_engine.process.server import ServedEngine, serve
 from multilora_engine.process.start_report import report, take_stdout

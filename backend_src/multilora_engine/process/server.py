@@ -24,9 +24,8 @@ from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import TaskId, label_of
 from multilora_engine.lora.remote import RemoteAdapters
 from multilora_engine.process.adapter_operator import AdapterOperator, ManagedWeights, PendingReport
-from multilora_engine.process.drain import DrainOrder
 from multilora_engine.process.fronts import Fronts
-from multilora_engine.process.heartbeat import Heartbeat
+from multilora_engine.process.liveness import DrainOrder, Heartbeat
 from multilora_engine.process.messages import (
     Abort,
     AdapterHeader,

@@ -4,46 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
-import select
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.process.heartbeat import LOOKS_PER_TIMEOUT, Heartbeat, Pulse, heartbeat_file
+from multilora_engine.process.liveness import LOOKS_PER_TIMEOUT, Heartbeat, Pulse, heartbeat_file, wait_for_end
 from multilora_engine.process.messages import Launch, StartFailed, StartReport
 from multilora_engine.process.paths import ENGINE_MODULE
 
 _LONGEST_S = 30.0
 _HEALTHY_S = 60.0
-
-
-class Backoff:
-    """0, 1, 2, 4, ... 30 seconds: the first death in a row is no reason to wait.
-
-    num_deaths: in a row. A process that lived for a minute did not die of its start; a new row begins with it.
-    """
-
-    def __init__(self) -> None:
-        self.num_deaths = 0
-
-    def next_delay_s(self, lived_s: float) -> float:
-        """Note the death of a process that lived for `lived_s`; the seconds to wait before the next one is started."""
-        self.num_deaths = 1 if lived_s > _HEALTHY_S else self.num_deaths + 1
-        return 0.0 if self.num_deaths == 1 else min(_LONGEST_S, 2.0 ** (self.num_deaths - 2))
-
-
 _EXIT_TIMEOUT_S = 5.0
 _RETRY_S = 1.0
 
 logger = logging.getLogger(__name__)
+
+
+def keep_alive(live: Callable[[], float], pause: Callable[[float], bool], max_restarts: float = math.inf) -> None:
+    """Let a process live again and again: the engine, by `EngineProcess`, and the server, by `multilora-serve`.
+
+    live: one life, to its end; returns the seconds for which the process was well. pause: waits for so many seconds
+    before the next life; true ends it all. The pauses are 0, 1, 2, 4, ... 30 seconds, because the first death in a row
+    is no reason to wait. A process that was well for a minute did not die of its start: its death begins a new row.
+    Returns after `pause` was true, or after more than `max_restarts` deaths in a row.
+    """
+    num_deaths = 0
+    while True:
+        num_deaths = 1 if live() > _HEALTHY_S else num_deaths + 1
+        if num_deaths > max_restarts or pause(min(_LONGEST_S, 2.0 ** (num_deaths - 2)) if num_deaths > 1 else 0.0):
+            return
 
 
 def engine_command(module: str = ENGINE_MODULE) -> tuple[str, ...]:
@@ -81,6 +79,7 @@ class EngineProcess:
         self._spawning = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._heartbeat: Heartbeat | None = None
+        self._has_ended = False
         self._thread = threading.Thread(target=self._supervise, name="engine-supervisor", daemon=True)
 
     def start(self) -> None:
@@ -100,16 +99,21 @@ class EngineProcess:
         _close_pipes(self._process)
 
     def _supervise(self) -> None:
-        backoff = Backoff()
+        keep_alive(self._live, self._is_closing.wait)
+
+    def _live(self) -> float:
+        """One life of an engine; the seconds that it took."""
         while not self._is_closing.is_set():
             try:
-                lived_s = self._outlive()
-                if not self._is_closing.wait(backoff.next_delay_s(lived_s)):
+                if self._has_ended:
+                    self._has_ended = False
                     self._restart()
+                return self._outlive()
             except Exception:
                 # Nothing else would start the engine again: this thread goes on after any error.
                 logger.exception("engine %d cannot be watched", self.generation)
                 self._is_closing.wait(_RETRY_S)
+        return 0.0
 
     def _outlive(self) -> float:
         """Wait for the end of the engine process, and bring it about if the engine hangs; the seconds that took."""
@@ -122,6 +126,7 @@ class EngineProcess:
         status = self._process.wait()
         if not self._is_closing.is_set():
             logger.error("engine %d ended with status %d", self.generation, status)
+        self._has_ended = True
         return time.monotonic() - started
 
     def _restart(self) -> None:
@@ -165,22 +170,11 @@ class EngineProcess:
 
 def _ends_or_hangs(process: subprocess.Popen[bytes], heartbeat: Heartbeat) -> bool:
     """Wait until the process ends or hangs; whether it has ended."""
-    if process.poll() is not None:
-        return True
-    try:
-        fd = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        # It has just ended, and `close` was the first to see it.
-        return True
     pulse = Pulse()
-    try:
-        # Unlike waiting for the process with a timeout, this sleeps.
-        while not select.select([fd], [], [], heartbeat.interval_s)[0]:
-            if pulse.has_stopped(heartbeat.count):
-                return False
-        return True
-    finally:
-        os.close(fd)
+    while process.poll() is None and not wait_for_end(process.pid, heartbeat.interval_s):
+        if pulse.has_stopped(heartbeat.count):
+            return False
+    return True
 
 
 def _await_start(process: subprocess.Popen[bytes], launch: bytes) -> None:

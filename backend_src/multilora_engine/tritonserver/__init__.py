@@ -6,7 +6,7 @@ server_process                             `ServerProcess`: one server, from its
   request_guard                            a library in the server that refuses requests which would end it
   installation, checkpoint                 where it is, the checkpoint, room in /dev/shm
   log, shared_memory                       its log, its files
-probe, grpc_probe                          readiness and liveness by a real inference
+probe                                      readiness and liveness by a real inference
 repository, template, upstream_models      the model repository: parameters, TensorRT-LLM's templates and model names
 """
 

@@ -21,10 +21,18 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from multilora_engine.errors import ConfigError, MultiloraError
-from multilora_engine.process.supervisor import Backoff
+from multilora_engine.process.supervisor import keep_alive
 from multilora_engine.tritonserver import ServerFailed, ServerOptions, ServerProcess
 from multilora_engine.tritonserver.checkpoint import resolve_checkpoint
-from multilora_engine.tritonserver.probe import Busy, NotReady, ProbeFailed, probe_generation
+from multilora_engine.tritonserver.probe import (
+    Busy,
+    NotReady,
+    OverGrpc,
+    OverHttp,
+    ProbeFailed,
+    Transport,
+    probe_generation,
+)
 from multilora_engine.tritonserver.repository import parse_override, with_absolute_paths
 from multilora_engine.tritonserver.upstream_models import UpstreamModels
 
@@ -189,12 +197,10 @@ def probe(
     """Get a token from a running server, by a real inference. Status 0: it answers; 1: it does not, with the reason."""
     if url is not None and grpc_port is not None:
         raise typer.BadParameter("--url is an address of HTTP, and --grpc-port one of gRPC; give one of them")
-    address = f"{host}:{http_port}" if url is None else _http_address(url)
+    http_address = f"{host}:{http_port}" if url is None else _http_address(url)
+    server: Transport = OverHttp(http_address) if grpc_port is None else OverGrpc(f"{host}:{grpc_port}")
     try:
-        if grpc_port is None:
-            probe_generation(address, timeout_secs, api_key)
-        else:
-            _probe_over_grpc(f"{host}:{grpc_port}", timeout_secs, api_key)
+        probe_generation(server, timeout_secs, api_key)
     except (NotReady, Busy, ProbeFailed) as error:
         console.print(str(error), markup=False, soft_wrap=True)
         if isinstance(error, ProbeFailed) or not live:
@@ -211,12 +217,6 @@ def _http_address(url: str) -> str:
     return address
 
 
-def _probe_over_grpc(url: str, timeout_s: float, api_key: str) -> None:
-    from multilora_engine.tritonserver.grpc_probe import probe_generation_over_grpc
-
-    probe_generation_over_grpc(url, timeout_s, api_key)
-
-
 def run(options: ServerOptions, canary_interval_s: float, max_restarts: int) -> NoReturn:
     """Keep a server running until a signal ends it; raises typer.Exit with its status then.
 
@@ -225,15 +225,10 @@ def run(options: ServerOptions, canary_interval_s: float, max_restarts: int) -> 
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as it is for a shell's background jobs
         signal.signal(signal.SIGINT, _interrupt)
-    backoff, was_ready = Backoff(), False
-    while True:
-        failure, ready_s, options = live(options, canary_interval_s)
-        was_ready = was_ready or ready_s > 0
-        delay_s = backoff.next_delay_s(ready_s)
-        if not was_ready or backoff.num_deaths > max_restarts:
-            raise failure
-        console.print(f"[bold yellow]restarting[/] in {delay_s:g} s: {escape(str(failure))}", soft_wrap=True)
-        pause(delay_s)
+    lives = _Lives(options, canary_interval_s)
+    keep_alive(lives.live, lives.pause, max_restarts)
+    assert lives.failure is not None, "the last life ended with a failure"
+    raise lives.failure
 
 
 def _interrupt(*_: object) -> NoReturn:
@@ -243,36 +238,53 @@ def _interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def live(options: ServerOptions, canary_interval_s: float) -> tuple[MultiloraError, float, ServerOptions]:
-    """One life of a server: why it ended, the seconds since it was ready (0: never), and the options of the next one.
+class _Lives:
+    """Servers one after the other, each at the address of the first.
 
-    Raises typer.Exit when a signal ends it.
+    failure: of the last one.
     """
-    ready_since: float | None = None
-    try:
-        with ServerProcess(options, on_log=_print_line) as server:
-            options = server.successor_options
-            try:
-                wait_ready(server)
-                announce(server)
-                ready_since = time.monotonic()
-                watch(server, canary_interval_s)
-            except KeyboardInterrupt:
-                console.print(f"stopping; requests in flight have {options.exit_timeout_s} s to end", soft_wrap=True)
-                raise typer.Exit(_shell_status(server.stop())) from None
-            except ServerFailed:
-                server.kill()
+
+    def __init__(self, options: ServerOptions, canary_interval_s: float) -> None:
+        self._options = options
+        self._canary_interval_s = canary_interval_s
+        self._was_ready = False
+        self.failure: MultiloraError | None = None
+
+    def live(self) -> float:
+        """One life of a server; the seconds for which it was ready.
+
+        Raises typer.Exit when a signal ends the server, and its failure if no server has been ready yet.
+        """
+        ready_since: float | None = None
+        try:
+            with ServerProcess(self._options, on_log=_print_line) as server:
+                self._options = server.successor_options
+                try:
+                    wait_ready(server)
+                    announce(server)
+                    self._was_ready, ready_since = True, time.monotonic()
+                    watch(server, self._canary_interval_s)
+                except KeyboardInterrupt:
+                    left_s = self._options.exit_timeout_s
+                    console.print(f"stopping; requests in flight have {left_s} s to end", soft_wrap=True)
+                    raise typer.Exit(_shell_status(server.stop())) from None
+                except ServerFailed:
+                    server.kill()
+                    raise
+        except (ServerFailed, ConfigError) as failure:
+            if not self._was_ready:
                 raise
-    except (ServerFailed, ConfigError) as failure:
-        return failure, 0.0 if ready_since is None else time.monotonic() - ready_since, options
+            self.failure = failure
+        return 0.0 if ready_since is None else time.monotonic() - ready_since
 
-
-def pause(seconds: float) -> None:
-    """Raises typer.Exit when a signal ends it."""
-    try:
-        time.sleep(seconds)
-    except KeyboardInterrupt:
-        raise typer.Exit from None
+    def pause(self, seconds: float) -> bool:
+        """Tell of the failure and wait. False: another server follows. Raises typer.Exit when a signal ends it."""
+        console.print(f"[bold yellow]restarting[/] in {seconds:g} s: {escape(str(self.failure))}", soft_wrap=True)
+        try:
+            time.sleep(seconds)
+        except KeyboardInterrupt:
+            raise typer.Exit from None
+        return False
 
 
 def wait_ready(server: ServerProcess) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import secrets
-import select
 import signal
 import subprocess
 import tempfile
@@ -14,14 +13,13 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import IO, Self
 
 from multilora_engine.client_header import CANARY_KEY_VARIABLE
 from multilora_engine.errors import MultiloraError
-from multilora_engine.process.drain import drain_engine
+from multilora_engine.process.liveness import drain_engine, wait_for_end
 from multilora_engine.process.paths import ENGINE_MODULE, RELAY_MODULE, socket_path, temporary_folder
 from multilora_engine.shared_python import check_paths_are_ascii
 from multilora_engine.tritonserver.addresses import Addresses, resolve_addresses
@@ -37,7 +35,15 @@ from multilora_engine.tritonserver.installation import (
 )
 from multilora_engine.tritonserver.log import ServerLog
 from multilora_engine.tritonserver.options import ServerOptions
-from multilora_engine.tritonserver.probe import Busy, NotReady, ProbeFailed, is_ready, probe_generation
+from multilora_engine.tritonserver.probe import (
+    Busy,
+    NotReady,
+    OverGrpc,
+    OverHttp,
+    ProbeFailed,
+    Transport,
+    probe_generation,
+)
 from multilora_engine.tritonserver.repository import check_configs, find_model_repository, model_names, write_overridden
 from multilora_engine.tritonserver.request_guard import guarded
 from multilora_engine.tritonserver.shared_memory import claim_regions, remove_leftovers
@@ -131,7 +137,8 @@ class ServerProcess:
         self.log = ServerLog()
         self._on_log = on_log
         self._canary_key = secrets.token_hex(16)
-        self._probe = probe or _default_probe(options, self._canary_key)
+        self._transport: Callable[[str], Transport] = OverHttp if options.has_http else OverGrpc
+        self._probe = probe or self._probe_generation
         self._resources = ExitStack()
         self._dead_since: dict[int, float] = {}
 
@@ -226,18 +233,10 @@ class ServerProcess:
             raise ServerFailed(f"the server no longer answers: {error}") from None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until the server ends; returns its exit status. Raises subprocess.TimeoutExpired.
-
-        Popen's own wait asks again and again under a lock, which an interrupt (Ctrl-C) can leave locked for ever.
-        """
-        if self._process.returncode is None:
-            fd = os.pidfd_open(self.pid)
-            try:
-                if not select.select([fd], [], [], timeout)[0]:
-                    assert timeout is not None
-                    raise subprocess.TimeoutExpired(self._process.args, timeout)
-            finally:
-                os.close(fd)
+        """Wait until the server ends; returns its exit status. Raises subprocess.TimeoutExpired."""
+        if self._process.returncode is None and not wait_for_end(self.pid, timeout):
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(self._process.args, timeout)
         return self._process.wait()
 
     def failure(self, status: int) -> ServerFailed:
@@ -294,10 +293,7 @@ class ServerProcess:
         engines = [pid for pid in marked_processes(self.token) if _is_engine(pid)]
         kill_marked_processes(self.token, spared=engines)
         for pid in engines:
-            with contextlib.suppress(ProcessLookupError):
-                fd = os.pidfd_open(pid)
-                select.select([fd], [], [], _ENGINE_EXIT_S)
-                os.close(fd)
+            wait_for_end(pid, _ENGINE_EXIT_S)
 
     def _prepare_repository(self) -> Path:
         # In the server's own folder, always: nothing is known of the characters in the path of the given one.
@@ -354,11 +350,10 @@ class ServerProcess:
                     self._on_log(text)
 
     def _is_listening(self) -> bool:
-        if not self.options.has_http:
-            from multilora_engine.tritonserver.grpc_probe import is_ready_over_grpc
+        return self._transport(self.canary_url).is_ready()
 
-            return is_ready_over_grpc(self.grpc_url)
-        return is_ready(self.http_url)
+    def _probe_generation(self, url: str) -> None:
+        probe_generation(self._transport(url), api_key=self._canary_key)
 
     def _answers(self) -> bool:
         with contextlib.suppress(NotReady, Busy):
@@ -380,14 +375,6 @@ class ServerProcess:
         """Kill processes that outlived the server, remove its files, and read its log to the end."""
         self._resources.close()
         self._reader.join(_GRACE_S)
-
-
-def _default_probe(options: ServerOptions, api_key: str) -> Callable[[str], None]:
-    if options.has_http:
-        return partial(probe_generation, api_key=api_key)
-    from multilora_engine.tritonserver.grpc_probe import probe_generation_over_grpc
-
-    return partial(probe_generation_over_grpc, api_key=api_key)
 
 
 def _is_engine(pid: int) -> bool:

@@ -43,7 +43,7 @@ from multilora_engine.lora.format import content_digest, pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.process.client import EngineClient
-from multilora_engine.process.drain import DrainOrder, drained_file
+from multilora_engine.process.liveness import DrainOrder, drained_file
 from multilora_engine.process.messages import adapter_header, adapter_payload
 from multilora_engine.process.operations import ListAdapters, Operation, PinAdapter, ReadStats, UnloadAdapter
 from multilora_engine.process.reports import AdapterList

@@ -21,8 +21,7 @@ from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.process.client import EngineClient
-from multilora_engine.process.drain import DrainOrder
-from multilora_engine.process.heartbeat import Heartbeat, heartbeat_file
+from multilora_engine.process.liveness import DrainOrder, Heartbeat, heartbeat_file
 from multilora_engine.process.messages import (
     PROTOCOL_VERSION,
     Abort,

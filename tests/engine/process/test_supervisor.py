@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -18,9 +19,9 @@ from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 from multilora_engine.errors import ConfigError
 from multilora_engine.process import supervisor
 from multilora_engine.process.client import EngineClient
-from multilora_engine.process.heartbeat import heartbeat_file
+from multilora_engine.process.liveness import heartbeat_file
 from multilora_engine.process.messages import Launch, Started
-from multilora_engine.process.supervisor import EngineProcess
+from multilora_engine.process.supervisor import EngineProcess, keep_alive
 from multilora_engine.request import TokenOutput
 
 COMMAND = [sys.executable, fake_engine.__file__]
@@ -210,3 +211,29 @@ def test_an_engine_ends_with_its_parent(parameters: dict[str, str], socket_path:
     process.stdin.close()
     assert process.wait(TIMEOUT_S) == 0
     process.stdout.close()
+
+
+def _pauses(lives_s: list[float], max_restarts: float = math.inf) -> list[float]:
+    """The pauses between the lives of a process whose lives take these seconds; the last pause ends it all."""
+    lives, pauses = iter(lives_s), []
+
+    def pause(seconds: float) -> bool:
+        pauses.append(seconds)
+        return len(pauses) == len(lives_s)
+
+    keep_alive(lambda: next(lives), pause, max_restarts)
+    return pauses
+
+
+def test_it_waits_longer_for_each_death_in_a_row_up_to_a_bound() -> None:
+    assert _pauses([1.0] * 9) == [0, 1, 2, 4, 8, 16, 30, 30, 30]
+
+
+def test_a_process_that_lived_for_a_while_begins_a_new_row() -> None:
+    assert _pauses([1, 1, 1, 61, 1, 1]) == [0, 1, 2, 0, 1, 2]
+
+
+def test_after_so_many_deaths_in_a_row_there_is_no_other_life() -> None:
+    assert _pauses([1.0] * 9, max_restarts=2) == [0, 1]
+    assert _pauses([61.0] * 5, max_restarts=1) == [0] * 5
+    assert _pauses([61.0] * 5, max_restarts=0) == []
