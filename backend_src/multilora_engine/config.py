@@ -118,12 +118,6 @@ class EngineConfig(BaseModel):
             ge=1, description="Adapters that a known client may send at once; unknown clients share room for as many."
         ),
     ] = 8
-    guide_compile_timeout_s: Annotated[
-        float,
-        Field(
-            gt=0, description="Longest time to compile a guide, in seconds; after it the request ends with UNAVAILABLE."
-        ),
-    ] = 10.0
     inter_token_latency_target_ms: Annotated[
         Literal["auto"] | Annotated[float, Field(ge=0)],
         Field(
@@ -131,14 +125,6 @@ class EngineConfig(BaseModel):
             "step without prompts (2 times in a burst or beside other clients); 0: off."
         ),
     ] = "auto"
-    host_work_ms_per_step: Annotated[
-        float,
-        Field(
-            ge=0,
-            description="Time in a step, in ms, for stop words, guides and beams; a request that falls 5 times that "
-            "behind is ended; 0: never.",
-        ),
-    ] = 50.0
     stream_interval: Annotated[
         int, Field(ge=1, description="Tokens in each streamed response (the first has one). Larger values cost less.")
     ] = 1
@@ -264,6 +250,8 @@ _RETIRED = {
     "max_biases_per_request": "a request may have 65536",
     "max_guides_per_request": "a request may have 16",
     "max_guide_bytes_in_flight": "the guides of all requests may take 128 MiB",
+    "guide_compile_timeout_s": "the guide of a request has 30 s to compile",
+    "host_work_ms_per_step": "words, guides and beams may take 50 ms of a step",
     "max_prompt_wait_s": "a prompt that has waited for 10 s goes before later ones",
     "max_metadata_bytes": "the parameters of a request may have 65536",
     "max_logits_bytes": "a request may have 64 MiB",

@@ -21,7 +21,7 @@
           TooManyUploadBytes                      unknown clients send more bytes of adapters at once than one known may
           TooManyLogits                           the logits asked for exceed `max_logits_bytes_in_flight`
           GuidesFull                              the guides in use take all the memory that guides may
-          GuideTimeout                            a guide was not compiled within `guide_compile_timeout_s`
+          GuideTimeout                            a guide was not compiled in time
           QueueFull                               `max_queue_size` requests are waiting already
           QueueShareFull                          so many of one client's are that no more of its may
           EngineUnavailable                       the engine process died or is starting
@@ -117,7 +117,7 @@ class TooMuchHostWork(InvalidRequest):
     def __init__(self, debt_s: float, seconds_per_step: float, num_sharing: int) -> None:
         super().__init__(
             f"words, guide or beams of this request took {debt_s * 1e3:.0f} ms more of the engine's thread than its "
-            f"share: host_work_ms_per_step is {seconds_per_step * 1e3:g}, among {num_sharing} requests"
+            f"share: all requests may take {seconds_per_step * 1e3:g} ms of a step, and {num_sharing} share that"
         )
 
 
@@ -263,8 +263,7 @@ class GuideTimeout(Unavailable):
 
     def __init__(self, num_bytes: int, timeout_s: float) -> None:
         super().__init__(
-            f"the guide of {num_bytes} bytes was not compiled within guide_compile_timeout_s {timeout_s:g}; smaller "
-            "ones go first"
+            f"the guide of {num_bytes} bytes was not compiled within {timeout_s:g} s; smaller guides go first"
         )
 
 

@@ -48,11 +48,6 @@ class MemoryAhead:
                 for tensor in tensors:
                     tensor.zero_()
 
-    @property
-    def num_taken(self) -> int:
-        """Slots whose memory is taken, counted from the first."""
-        return self._num_taken
-
     def note_use(self, num_slots: int) -> None:
         """The slots before `num_slots` are used from now on: a thread takes memory until some strides behind them."""
         wanted = num_slots + self._num_strides_ahead * self._stride

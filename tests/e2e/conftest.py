@@ -38,7 +38,6 @@ def server(default_model_dir: Path) -> Iterator[ServerProcess]:
         overrides={
             "kv_cache_memory_bytes": "384MiB",
             "max_num_seqs": "8",
-            "guide_compile_timeout_s": "300",  # guides are compiled while the cores have nothing else to do
             "lora_cache_host_memory_bytes": "256MiB",
             "lora_sources": json.dumps([{"source": "directory", "root": str(REPOSITORY / "adapters")}]),
         },

@@ -35,16 +35,16 @@ def resident_bytes(tensor: torch.Tensor) -> int:
 def test_memory_is_taken_two_strides_ahead_of_its_use_in_all_layers() -> None:
     keys, values = make_cache(), make_cache()
     memory = MemoryAhead(keys, values)
-    assert memory.num_taken == STRIDE
+    assert memory._num_taken == STRIDE
     memory.note_use(1)
     memory.wait()
     for used in (1, STRIDE, 3 * STRIDE + 5):
         memory.note_use(used)
         memory.wait()
-        assert used + 2 * STRIDE <= memory.num_taken < used + 3 * STRIDE
+        assert used + 2 * STRIDE <= memory._num_taken < used + 3 * STRIDE
         for layer in (*keys, *values):
-            assert resident_bytes(layer[: memory.num_taken]) >= memory.num_taken * SLOT_BYTES
-        assert resident_bytes(keys) <= LAYERS * (memory.num_taken * SLOT_BYTES + (6 << 20))
+            assert resident_bytes(layer[: memory._num_taken]) >= memory._num_taken * SLOT_BYTES
+        assert resident_bytes(keys) <= LAYERS * (memory._num_taken * SLOT_BYTES + (6 << 20))
 
 
 def test_all_of_it_is_taken_in_the_end_and_values_that_are_written_meanwhile_stay() -> None:
@@ -55,7 +55,7 @@ def test_all_of_it_is_taken_in_the_end_and_values_that_are_written_meanwhile_sta
         keys[:, max(0, used - 1000) : used] = 7.0
         values[:, max(0, used - 1000) : used] = -7.0
     memory.take_all()
-    assert memory.num_taken == SLOTS
+    assert memory._num_taken == SLOTS
     assert resident_bytes(keys) >= keys.nbytes
     assert (keys == 7.0).all()
     assert (values == -7.0).all()
@@ -65,10 +65,10 @@ def test_use_that_goes_back_takes_nothing() -> None:
     memory = MemoryAhead(make_cache())
     memory.note_use(2 * STRIDE)
     memory.wait()
-    taken = memory.num_taken
+    taken = memory._num_taken
     memory.note_use(5)
     memory.wait()
-    assert memory.num_taken == taken
+    assert memory._num_taken == taken
 
 
 def test_a_linux_that_cannot_take_memory_ahead_has_all_of_it_taken_at_the_start(
@@ -78,7 +78,7 @@ def test_a_linux_that_cannot_take_memory_ahead_has_all_of_it_taken_at_the_start(
     monkeypatch.setattr(huge_pages, "populate", lambda _: False)
     keys = make_cache()
     memory = MemoryAhead(keys)
-    assert memory.num_taken == SLOTS
+    assert memory._num_taken == SLOTS
     assert resident_bytes(keys) >= keys.nbytes
     assert "all of it is taken now" in caplog.text
 

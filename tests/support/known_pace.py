@@ -1,38 +1,38 @@
-"""A `Pace` of steps whose cost is known: 20 ms, 1 ms for each decode, 0.5 ms for each token and row of a prompt."""
+"""A `Pace` of steps whose times are known: 20 ms, and 0.5 ms for each token."""
 
 from __future__ import annotations
 
-from multilora_engine.engine.pace import Pace
-from multilora_engine.engine.step_cost import StepCost, StepWork
+from multilora_engine.engine.pace import Pace, StepTimes, StepWork
 
 FIXED_S = 20e-3
-DECODE_S = 1e-3
-PROMPT_TOKEN_S = 0.5e-3
+TOKEN_S = 0.5e-3
 
 
-class KnownCost(StepCost):
-    """Knows the cost of steps without having measured any."""
+class KnownTimes(StepTimes):
+    """Knows how long steps take without having measured any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token_s = TOKEN_S
 
     @property
     def is_known(self) -> bool:
         return True
 
-    @property
-    def knows_rows(self) -> bool:
-        return True
+    def own_s(self, num_tokens: int) -> float:
+        return FIXED_S + TOKEN_S * num_tokens
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learns nothing."""
-
-    def seconds(self, work: StepWork) -> float:
-        return FIXED_S + self.seconds_added(work)
-
-    def seconds_added(self, work: StepWork) -> float:
-        return DECODE_S * work.num_decodes + PROMPT_TOKEN_S * (work.num_prompt_tokens + work.num_prompt_rows)
 
 
 def known_pace(target_s: float | None) -> Pace:
     """For a target, see `Pace`."""
     pace = Pace(target_s)
-    pace.cost = KnownCost()
+    pace.times = KnownTimes()
     return pace
+
+
+def seconds_of(work: StepWork) -> float:
+    """How long a step takes."""
+    return FIXED_S + TOKEN_S * sum(work)

@@ -6,10 +6,9 @@ memory                                     how much memory each part gets
 admission                                  a request on its way to the scheduler; it may wait for its adapter here
   request_limits                           checks before that
 guide_queue                                the sequences that wait for their guides, and the memory that guides may take
-scheduler, step                            the sequences of the next step; `Scheduler.finish` frees the blocks of one
-  fair_queue, waiting_line, fair_shares    the order of the waiting sequences, and which running one gives way
-  pace, step_clock, step_cost              how much work a step may have, by measured times
-  prompt_waits, host_work                  how long prompts wait; time that requests take of the engine's thread
+scheduler                                  the sequences of the next step; `Scheduler.finish` frees the blocks of one
+  accounts                                 what each client has used, and the order of the waiting sequences by it
+  pace                                     how much work a step may have, by measured times
 kv_cache, block_events                     the blocks of the KV cache, and news of the prefixes in it
 answers, outputs                           tokens on their way to a client
 unpacked_weights                           codes of a quantised base kept as floats, too

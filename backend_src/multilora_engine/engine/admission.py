@@ -12,8 +12,8 @@ from random import Random
 
 import torch
 
+from multilora_engine.engine.accounts import has_host_work
 from multilora_engine.engine.guide_queue import GuideQueue, GuidesInUse
-from multilora_engine.engine.host_work import has_host_work
 from multilora_engine.engine.outputs import error_output, failure_output
 from multilora_engine.engine.request_limits import RequestLimits
 from multilora_engine.engine.scheduler import Scheduler
@@ -355,8 +355,9 @@ class Admission:
         assert sequence.request.sampling.guide is not None
         self._guides_in_use.compiled(sequence.request.sampling.guide, compiled)
         sequence.guide = compiled
-        self._guide_queue.give_up(sequence)
+        # In this order its client's account stays open.
         self._pass_on(sequence)
+        self._guide_queue.give_up(sequence)
 
     def _let_go(self, sequence: Sequence) -> None:
         """Take out a sequence that could not be passed on, with its pin."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from multilora_engine.engine.host_work import HostWork
+from multilora_engine.engine.accounts import Accounts
 from multilora_engine.engine.outputs import (
     beams_output,
     error_output,
@@ -69,10 +69,10 @@ class Answers:
     taken too much of the engine's thread.
     """
 
-    def __init__(self, end_token_ids: tuple[int, ...], host_work: HostWork, scheduler: Scheduler) -> None:
+    def __init__(self, end_token_ids: tuple[int, ...], accounts: Accounts, scheduler: Scheduler) -> None:
         """end_token_ids: the checkpoint's. scheduler: hands the KV cache of beams on."""
         self._end_token_ids = end_token_ids
-        self._host_work = host_work
+        self._accounts = accounts
         self._scheduler = scheduler
 
     def extend(self, sequence: Sequence, token: SampledToken) -> TokenOutput | None:
@@ -120,7 +120,7 @@ class Answers:
         if output is not None and output.is_final:
             return output
         try:
-            self._host_work.charge(sequence, time.thread_time() - started, num_charged)
+            self._accounts.charge_host_work(sequence, time.thread_time() - started, num_charged)
         except TooMuchHostWork as error:
             return error_output(sequence.request, error)
         copies += own_copies

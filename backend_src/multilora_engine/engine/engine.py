@@ -11,6 +11,7 @@ from itertools import takewhile
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.device_defaults import on_device
+from multilora_engine.engine.accounts import Accounts
 from multilora_engine.engine.admission import Admission, LiveRequests, NewSequences, QueueLimits
 from multilora_engine.engine.answers import Answers
 from multilora_engine.engine.base_model import BaseModel, describe_engine, load_base_model
@@ -18,16 +19,12 @@ from multilora_engine.engine.block_events import BlockEvents
 from multilora_engine.engine.build import build_fetcher, build_lora_manager, build_model_runner, choose_device
 from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.engine.guide_queue import GuideQueue, GuidesInUse
-from multilora_engine.engine.host_work import HostWork
 from multilora_engine.engine.kv_cache import BlockAllocator
 from multilora_engine.engine.memory import is_out_of_memory
 from multilora_engine.engine.outputs import error_output, failure_output, prompt_output
-from multilora_engine.engine.pace import Pace
-from multilora_engine.engine.prompt_waits import PromptWaits
+from multilora_engine.engine.pace import Pace, StepWork
 from multilora_engine.engine.request_limits import RequestLimits
-from multilora_engine.engine.scheduler import Scheduler
-from multilora_engine.engine.step_clock import StepClock
-from multilora_engine.engine.step_cost import StepWork
+from multilora_engine.engine.scheduler import PromptWaits, Scheduler
 from multilora_engine.engine.unpacked_weights import UnpackedWeights
 from multilora_engine.errors import Cancelled, InternalError, RequestError
 from multilora_engine.guides.guided import GuideCompiler
@@ -62,13 +59,13 @@ _NUM_LORA_EVENTS = 4096
 class _StepInFlight:
     """A step that has been launched, and the choice of its tokens, which has not been read.
 
-    started_s, work: for `StepClock`.
+    started_s, work: for `Pace`.
     """
 
     step: list[ScheduledSequence]
     choice: Choice
     started_s: float
-    work: StepWork | None
+    work: StepWork
 
 
 class Engine:
@@ -100,25 +97,25 @@ class Engine:
             base.plan.num_blocks, config.block_size, config.enable_prefix_caching, self._block_events
         )
         self._pace = Pace(config.inter_token_latency_target_s)
+        accounts = Accounts()
         self._scheduler = Scheduler(
             self._blocks,
             self._loras.memory,
             config.max_num_seqs,
             config.max_num_batched_tokens,
             self._pace,
+            accounts,
             PromptWaits(),
         )
         self._runner = build_model_runner(base.model, config, base.plan, base.device, self._loras.device)
         self.weights = UnpackedWeights(base.model, base.plan.spare_bytes, base.device, self._note_switched_weights)
         self._runs_ahead = config.enable_async_scheduling is True
         self._in_flight: _StepInFlight | None = None
-        self._clock = StepClock(self._pace)
         make_compiler = partial(GuideCompiler, base.tokenizer, base.config.vocab_size)
-        self._guide_queue = GuideQueue(make_compiler, config.guide_compile_timeout_s)
+        self._guide_queue = GuideQueue(make_compiler, accounts)
         self._live = LiveRequests()
         self._admission = self._make_admission(config, base)
-        host_work = HostWork(config.host_work_ms_per_step / 1e3)
-        self._answers = Answers(base.config.end_token_ids, host_work, self._scheduler)
+        self._answers = Answers(base.config.end_token_ids, accounts, self._scheduler)
 
     @property
     def has_work(self) -> bool:
@@ -208,7 +205,7 @@ class Engine:
         that one only. Any other exception is our bug or a broken device; it is raised, and nothing in flight can be
         trusted to go on.
         """
-        started_s = self._clock.begin()
+        started_s = self._pace.begin()
         outputs = self._end_expired() + self._end_unloadable() + self._admission.take_up()
         step = self._scheduler.schedule()
         if not step:
@@ -227,7 +224,7 @@ class Engine:
 
     def note_sent(self) -> None:
         """The outputs of the last `step` have left. With that known, steps that send much are kept short, too."""
-        self._clock.note_sent()
+        self._pace.note_sent()
 
     def check_integrity(self) -> None:
         """Every table agrees with every other. For tests, after every step."""
@@ -289,7 +286,7 @@ class Engine:
         self, step: list[ScheduledSequence], on_progress: Callable[[], None], started_s: float
     ) -> _StepInFlight:
         before = None if self._in_flight is None else self._in_flight.choice
-        work = self._clock.work_to_measure(step)
+        work = self._pace.launch(step)
         choice = self._runner.launch(step, on_progress, before)
         for sequence in choice.sequences:
             sequence.num_pending_tokens += 1
@@ -316,7 +313,7 @@ class Engine:
         self._scheduler.commit(step)
         outputs = self._extend_answers(dict(zip(choice.sequences, tokens, strict=True)), on_progress)
         outputs += self._prompt_outputs(step)
-        self._clock.note_read(in_flight.started_s, in_flight.work)
+        self._pace.note_read(in_flight.started_s, in_flight.work)
         return outputs
 
     def _extend_answers(

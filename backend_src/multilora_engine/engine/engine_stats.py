@@ -18,8 +18,7 @@ class PrefixCacheStats:
 
 @dataclass(frozen=True)
 class PaceStats:
-    """How steps keep to their target. target_seconds: of the last step with running answers and prompts,
-    0 before there was one.
+    """How steps keep to their target. target_seconds: of the last step with running answers, 0 before the first.
 
     Since the start: num_limited_steps had no time for further tokens of prompts, and in num_turns steps the running
     answers of a client over its share took turns.

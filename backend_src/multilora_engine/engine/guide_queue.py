@@ -1,4 +1,4 @@
-"""`GuideQueue`: the sequences that wait for their guides; `GuidesInUse`: how much memory guides may take."""
+"""`GuideQueue`: the sequences that wait for their guides. `GuidesInUse`: how much memory guides may take."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
+from multilora_engine.engine.accounts import Account, Accounts
 from multilora_engine.errors import GuidesFull, GuideTimeout, InternalError, InvalidRequest, RequestError
 from multilora_engine.guides.guide_grammar import MAX_GUIDE_BYTES
 from multilora_engine.guides.guide_sandbox import GuideWatch
-from multilora_engine.guides.guide_turns import GuideJob, GuideTurns
 from multilora_engine.guides.guided import GuideMatcher
-from multilora_engine.request import Guide
+from multilora_engine.request import Guide, Sender
 from multilora_engine.sequences.sequence import Sequence
 
+COMPILE_TIMEOUT_S = 30.0
+"""A request whose guide is not compiled after so long ends with UNAVAILABLE."""
+
 _NUM_THREADS = 4
-"""So many guides are compiled at once. More than cores, so that those that take long leave room for others."""
+"""So many guides are compiled at once. More than cores, so that guides that take long leave room for others."""
 
 _SMALL_SHARE = 256
 """A guide of up to one 256th of the limit for all is small."""
@@ -37,17 +41,71 @@ class Compiler(Protocol):
     def close(self) -> None: ...
 
 
-class GuideQueue:
-    """Belongs to the engine's thread; other ones, which the first guide starts, have guides compiled. `GuideTurns` says
-    in which order.
+@dataclass(eq=False)
+class GuideJob:
+    """A guide that a sequence waits for. account: of the client, which pays for compiling.
+
+    result: the matcher, or the reason that there is none; None until the guide is compiled.
     """
 
-    def __init__(self, make_compiler: Callable[[], Compiler], timeout_s: float) -> None:
-        """make_compiler: called by `warm_up`, else by a thread for the first guide. timeout_s: the longest wait."""
+    num_bytes: int
+    arrival: int
+    guide: Guide
+    end_tokens: tuple[int, ...]
+    sender: Sender
+    account: Account
+    deadline_s: float
+    is_given_up: bool = False
+    result: GuideMatcher | RequestError | None = None
+
+
+class GuideTurns:
+    """The guides that wait to be compiled. The guide of the client with the least account goes first, and of one client
+    the smallest guide.
+
+    Several guides may be compiled at once, but only one of each sender that can be told from others, so that a sender
+    of hard guides leaves the others room. A guide that several sequences have is compiled once at a time.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[GuideJob] = []
+        self._running: list[GuideJob] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, job: GuideJob) -> None:
+        """Let a guide wait for its turn."""
+        self._waiting.append(job)
+
+    def pop(self) -> GuideJob | None:
+        """The next guide, which is being compiled until `finish`; None while no waiting guide may be."""
+        guides = {job.guide for job in self._running}
+        busy = {job.sender.name for job in self._running} - {""}
+        free = (job for job in self._waiting if job.guide not in guides and job.sender.name not in busy)
+        job = min(free, key=lambda job: (job.account.use_s, job.num_bytes, job.arrival), default=None)
+        if job is not None:
+            self._waiting.remove(job)
+            self._running.append(job)
+        return job
+
+    def finish(self, job: GuideJob, seconds: float) -> None:
+        """A guide took so long to compile."""
+        self._running.remove(job)
+        job.account.guide_s += seconds / job.sender.weight
+
+
+class GuideQueue:
+    """Belongs to the engine's thread. Other threads, which the first guide starts, have guides compiled in the order of
+    `GuideTurns`.
+    """
+
+    def __init__(self, make_compiler: Callable[[], Compiler], accounts: Accounts) -> None:
+        """make_compiler: called by `warm_up`, else by a thread for the first guide."""
         self._make_compiler = make_compiler
+        self._accounts = accounts
         self._compiler: Compiler | None = None
         self._making = threading.Lock()
-        self._timeout_s = timeout_s
         self._jobs: dict[Sequence, GuideJob] = {}
         self._arrivals = itertools.count()
         self._turns = GuideTurns()
@@ -71,8 +129,9 @@ class GuideQueue:
 
     def add(self, sequence: Sequence, guide: Guide, end_tokens: tuple[int, ...]) -> None:
         """Let a sequence wait for its matcher, which `poll` gives, until `give_up`."""
-        arrival, deadline_s = next(self._arrivals), time.monotonic() + self._timeout_s
-        job = GuideJob(guide.num_bytes, arrival, guide, end_tokens, sequence.request.sender, deadline_s)
+        arrival, deadline_s = next(self._arrivals), time.monotonic() + COMPILE_TIMEOUT_S
+        account = self._accounts.open(sequence)
+        job = GuideJob(guide.num_bytes, arrival, guide, end_tokens, sequence.request.sender, account, deadline_s)
         self._jobs[sequence] = job
         with self._wake_up:
             self._turns.add(job)
@@ -87,6 +146,7 @@ class GuideQueue:
         job = self._jobs.pop(sequence, None)
         if job is not None:
             job.is_given_up = True
+            self._accounts.close(sequence)
         return job is not None
 
     def poll(self) -> Iterator[tuple[Sequence, GuideMatcher | RequestError]]:
@@ -96,7 +156,7 @@ class GuideQueue:
         for sequence, job in list(self._jobs.items()):
             result = job.result
             if result is None and job.deadline_s < now_s:
-                result = GuideTimeout(job.num_bytes, self._timeout_s)
+                result = GuideTimeout(job.num_bytes, COMPILE_TIMEOUT_S)
             if result is not None:
                 yield sequence, result
 

@@ -1,14 +1,15 @@
-"""`Pace`: limits the work of a step, so that running answers do not wait long for their next tokens."""
+"""`Pace`: how much work a step may have, so that running answers do not wait long for their next tokens."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
+from multilora_engine.engine.accounts import over_their_shares
 from multilora_engine.engine.engine_stats import PaceStats
-from multilora_engine.engine.step_cost import StepCost, StepWork, num_keys
+from multilora_engine.sequences.scheduled_sequence import ScheduledSequence
 from multilora_engine.sequences.sequence import Sequence
 
 _TARGET_MULTIPLE = 2.5
@@ -25,199 +26,244 @@ _PROMPT_SHARE = 1 / 3
 """Prompts get this part of a step's time under every target: a prompt that would take a second alone is computed within
 three."""
 
-_MAX_UNKNOWN_ROWS = 16
-"""A step computes at most so many tokens of a prompt whose logits are wanted, until one such step was measured."""
+_TOKENS_OF_LOGITS = 3
+"""A token of a prompt whose logits are wanted counts as so many tokens."""
+
+_STEPS_OF_ANSWERS = 16
+"""One in so many steps has answers alone while prompts wait, so that the time of answers stays known."""
+
+_UNKNOWN_TOKEN_S = 1e-3
+"""The price of a token before the first measured step."""
+
+_LEAST_TOKEN_S = 1e-9
+"""Nothing beside the time of a token: a step has no room for a number of tokens without end."""
+
+_WEIGHT = 0.3
+"""The weight of the newest step in a moving average."""
+
+_MANY_TOKENS = 32
+"""A step with fewer tokens more has less weight: chance would be divided by few tokens."""
+
+_MAX_SURPRISE = 2.0
+"""A step counts as no longer than so many times the expected time: garbage may have been collected in it. A step that
+is so many times shorter tells that the steps before it were the odd ones: a machine's first steps touch all memory."""
 
 
-class PromptTime:
-    """The time that a step has for tokens of prompts."""
+class StepWork(NamedTuple):
+    """The tokens of a step. num_own: of answers. num_more: of prompts, and of answers that take turns."""
 
-    def __init__(self, seconds: float = math.inf, cost: StepCost | None = None) -> None:
-        """cost: of a token; None for a step that nobody waits for, which has as much time as it wants."""
-        self._seconds = seconds
-        self._cost = cost
-        self._is_untouched = True
-        self._last_cost_s = 0.0
+    num_own: int
+    num_more: int
+
+
+class StepTimes:
+    """How long steps take, by two moving averages: the seconds of a step that has answers alone, and the seconds that
+    each token more takes.
+
+    A token more is one of a prompt, or of an answer that takes turns. Such work of other clients may be dear, and must
+    not count as the time of the answers' own tokens: all other answers would wait for it. That is why a step without
+    any of it is measured now and then.
+    """
+
+    def __init__(self) -> None:
+        self.token_s = _UNKNOWN_TOKEN_S
+        self._own_s = 0.0
+        self._num_own = 0
+        self._knows_token = False
 
     @property
-    def is_used_up(self) -> bool:
-        """Whether there is no time for one more token like the last ones."""
-        return self._seconds < self._last_cost_s
+    def is_known(self) -> bool:
+        """Whether any step of answers alone was measured."""
+        return self._num_own > 0
+
+    def own_s(self, num_tokens: int) -> float:
+        """How long a step with so many answers' tokens alone is expected to take.
+
+        A token more or less than in the average changes it by `token_s`, but never by more than in proportion.
+        """
+        if not self.is_known:
+            return 0.0
+        by_token_s = self._own_s + (num_tokens - self._num_own) * self.token_s
+        in_proportion_s = self._own_s * num_tokens / self._num_own
+        return sorted((self._own_s, by_token_s, in_proportion_s))[1]
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """A step took so long."""
+        own_s = self.own_s(work.num_own)
+        expected_s = own_s + work.num_more * self.token_s
+        is_known = self._knows_token if work.num_more else self.is_known
+        if is_known:
+            seconds = min(seconds, _MAX_SURPRISE * expected_s)
+        if not work.num_more:
+            is_first = not is_known or _MAX_SURPRISE * seconds < expected_s
+            self._own_s = seconds if is_first else own_s + _WEIGHT * (seconds - own_s)
+            self._num_own = work.num_own
+        else:
+            # A few tokens tell much if they are expected to take much of the step.
+            part = max(min(1.0, work.num_more / _MANY_TOKENS), work.num_more * self.token_s / expected_s)
+            token_s = max(0.0, seconds - own_s) / work.num_more
+            self.token_s += (_WEIGHT * part if is_known else 1.0) * (token_s - self.token_s)
+            self.token_s = max(self.token_s, _LEAST_TOKEN_S)
+            self._knows_token = True
+
+
+class Plan:
+    """The answers that get a token in a step, and how many tokens of prompts it may have.
+
+    turns: those of the answers that have a turn, in the order of their turns.
+    """
+
+    def __init__(
+        self, answers: list[Sequence], turns: Iterable[Sequence] = (), num_tokens: float = math.inf, least: int = 1
+    ) -> None:
+        """num_tokens: of prompts; a first prompt may compute `least` whatever that is."""
+        self.answers = answers
+        self.turns = list(turns)
+        self._num_tokens = num_tokens
+        self._least = least
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is time for one more token."""
+        return self._num_tokens >= 1 or self._least > 0
 
     def room_for(self, sequence: Sequence, budget: int) -> int:
-        """How many of `budget` tokens a sequence may compute of its prompt: at least one if it is the first to."""
-        if self._cost is None:
-            return budget
-        if _has_rows(sequence) and not self._cost.knows_rows:
-            budget = min(budget, _MAX_UNKNOWN_ROWS)
-        num_tokens = self._num_tokens(max(0.0, self._seconds), sequence)
-        return int(min(budget, max(num_tokens, self._is_untouched)))
+        """How many of `budget` tokens a sequence may compute of its prompt."""
+        return int(min(budget, max(self._least, self._num_tokens / _price(sequence))))
 
     def take(self, sequence: Sequence, num_tokens: int) -> None:
         """The step computes so many tokens of a sequence's prompt."""
-        if self._cost is None:
-            return
-        self._last_cost_s, _ = self._costs(sequence)
-        num_rows = num_tokens if _has_rows(sequence) else 0
-        keys = num_keys(sequence.num_computed_tokens, num_tokens)
-        self._seconds -= self._cost.seconds_added(
-            StepWork(num_prompt_tokens=num_tokens, num_prompt_rows=num_rows, num_prompt_keys=keys)
-        )
-        self._is_untouched = False
-
-    def _num_tokens(self, seconds: float, sequence: Sequence) -> float:
-        """How many tokens take so long: n first_s + n (n - 1) / 2 key_s = seconds."""
-        first_s, key_s = self._costs(sequence)
-        linear_s = first_s - key_s / 2
-        divisor = linear_s + math.sqrt(linear_s**2 + 2 * key_s * seconds)
-        return 2 * seconds // divisor if divisor else math.inf
-
-    def _costs(self, sequence: Sequence) -> tuple[float, float]:
-        """Seconds of a sequence's next token, and how much longer each one takes than the one before."""
-        assert self._cost is not None
-        has_rows, context = _has_rows(sequence), sequence.num_computed_tokens
-        work = StepWork(num_prompt_tokens=1, num_prompt_rows=has_rows, num_prompt_keys=context + 1)
-        return self._cost.seconds_added(work), self._cost.seconds_added(StepWork(num_prompt_keys=1))
-
-
-@dataclass(frozen=True)
-class Decodes:
-    """The running answers that get a token in a step. within: the answers of clients within their shares."""
-
-    sequences: list[Sequence]
-    within: list[Sequence]
+        self._num_tokens = max(0.0, self._num_tokens - num_tokens * _price(sequence))
+        self._least = 0
 
 
 class Pace:
-    """Keeps the gaps between the tokens of running answers near a target, by the measured cost of steps.
+    """Keeps the gaps between the tokens of running answers near a target, by the measured times of steps.
 
     The target is a time, or a multiple of the time that the running answers' own tokens take: a smaller one while
     several clients have work. It limits the tokens of prompts. The prompts of a burst to an idle server count as
     answers as soon as the first of them is one: else a few answers, whose own tokens take little time, would hold up
-    all other prompts of the burst.
+    all other prompts of the burst (bench_engine, 16 requests at once: 11 % fewer tokens a second).
 
     Where several clients have running answers, and some hold more than their shares by weight, the answers of these
-    take turns, so that those of all others need not wait for all of them. The target is then a multiple of the time
-    that the clients within their shares take.
+    take turns, so that the answers of all others need not wait for all of them. The target is then a multiple of the
+    time that the clients within their shares take.
+
+    A step lasts from its scheduling until its outputs have left: for all of that time the next one has to wait. Where
+    steps are launched before the last one is read, a step begins when the outputs of the one before have left.
     """
 
     def __init__(self, target_s: float | None) -> None:
         """target_s: None is the multiple; 0 limits nothing."""
-        self.cost = StepCost()
+        self.times = StepTimes()
         self._target_s = target_s
+        self._plan = Plan([])
+        self._over: set[str] = set()
         self._num_turns = 0
-        self._last_turn = 0
-        self._prompt_time = PromptTime()
         self._last_target_s = 0.0
-        self._interruption_s = 0.0
         self._num_limited_steps = 0
+        self._num_unmeasured = 0
+        self._interruption_s = 0.0
+        self._end_s = 0.0
+        self._read: tuple[float, StepWork] | None = None
 
     @property
     def stats(self) -> PaceStats:
         return PaceStats(self._last_target_s, self._num_limited_steps, self._num_turns)
 
+    def begin(self) -> float:
+        """A step is going to be scheduled. The time, by the monotonic clock."""
+        self._tell()
+        now_s = time.monotonic()
+        self.interrupt(max(0.0, now_s - self._end_s))
+        return now_s
+
     def interrupt(self, seconds: float) -> None:
         """The time between the last step and the next one, for which running answers have already waited."""
         self._interruption_s = seconds
 
-    def observe(self, seconds: float, work: StepWork | None) -> None:
-        """A step took so long, from its scheduling until its outputs had left. work: None teaches nothing."""
-        self._num_limited_steps += self._prompt_time.is_used_up
-        self._prompt_time = PromptTime()
-        if work is not None:
-            self.cost.observe(work, seconds)
-
-    def choose(self, decoding: list[Sequence]) -> Decodes:
-        """The answers that get a token in the next step. decoding: all that could."""
-        over = _clients_over_their_share(decoding) if self._is_limited(decoding) else set()
-        if not over:
-            # Only prompts ask for times then: a step of nothing but answers computes none.
-            return Decodes(decoding, decoding)
-        within = [s for s in decoding if s.request.sender.account not in over]
-        within_s = self._seconds(within)
-        target_s = _SHARED_TARGET_MULTIPLE * within_s if self._target_s is None else self._target_s
-        spare_s = max(0.0, target_s - within_s - self._interruption_s)
-        return Decodes(self._turns(decoding, over, spare_s / 2), within)
-
-    def prompt_time(
-        self, decodes: Decodes, is_shared: bool = False, burst: Iterable[Sequence] = (), has_late: bool = False
-    ) -> PromptTime:
-        """The time for prompts in a step with these answers.
-
-        is_shared: whether several clients have sequences that run or wait. burst: prompts of the only client that came
-        before its running answers began. has_late: whether any prompt has waited too long; then the step may take as
-        long as without a target in seconds.
+    def plan(self, decoding: list[Sequence], is_shared: bool = False, num_burst: int = 0) -> Plan:
+        """The plan of the next step. decoding: the answers that could get a token. is_shared: whether several clients
+        have sequences that run or wait. num_burst: prompts of the only client that came before its answers began.
         """
-        if not self._is_limited(decodes.sequences):
-            return PromptTime()
-        patient_target_s = self._patient_target_s(decodes.within, is_shared, burst)
-        target_s = patient_target_s if self._target_s is None else self._target_s
-        if has_late:
-            target_s = max(target_s, patient_target_s)
-        decode_s = self._seconds(decodes.sequences)
-        share_s = decode_s * _PROMPT_SHARE / (1 - _PROMPT_SHARE)
-        first_s = self.cost.seconds_added(StepWork(has_prompts=1))
-        self._last_target_s = target_s
-        left_s = target_s - decode_s - first_s - self._interruption_s
-        self._prompt_time = PromptTime(max(left_s, share_s), self.cost)
-        return self._prompt_time
-
-    def _is_limited(self, answers: list[Sequence]) -> bool:
-        """Whether the time of a step with these answers is limited."""
-        return self._target_s != 0 and bool(answers) and self.cost.is_known
-
-    def _patient_target_s(self, within: list[Sequence], is_shared: bool, burst: Iterable[Sequence]) -> float:
-        """The target that a step has without one in seconds."""
-        within_s = self._seconds(within)
+        self._over = set()
+        self._plan = Plan(decoding)
+        if self._target_s == 0 or not decoding:
+            return self._plan
         if is_shared:
-            return _SHARED_TARGET_MULTIPLE * within_s
-        return max(_TARGET_MULTIPLE * within_s, _BURST_TARGET_MULTIPLE * self._seconds([*within, *burst]))
+            rows = ((sequence.request.sender, _num_rows([sequence])) for sequence in decoding)
+            self._over = over_their_shares(rows, _num_rows(decoding))
+        own = [s for s in decoding if s.request.sender.account not in self._over] if self._over else decoding
+        if self._num_unmeasured + 1 >= _STEPS_OF_ANSWERS or not self.times.is_known:
+            self._plan = Plan(own, num_tokens=0, least=0)
+            return self._plan
+        own_s = self.times.own_s(_num_rows(own))
+        self._last_target_s = self._target(own, own_s, is_shared, num_burst)
+        spare_s = max(0.0, self._last_target_s - own_s - self._interruption_s)
+        turns = self._turns(decoding, spare_s / 2) if self._over else []
+        turns_s = _num_rows(turns) * self.times.token_s
+        share_s = (own_s + turns_s) * _PROMPT_SHARE / (1 - _PROMPT_SHARE)
+        has_turn = {*own, *turns}
+        answers = [s for s in decoding if s in has_turn] if self._over else decoding
+        num_tokens = max(spare_s - turns_s, share_s) / self.times.token_s
+        self._plan = Plan(answers, turns, num_tokens)
+        return self._plan
 
-    def _turns(self, decoding: list[Sequence], over: set[str], spare_s: float) -> list[Sequence]:
-        """All answers but some of the clients `over` their shares: of these, the longest waiting get a token, as
-        many as there is time for, one at least."""
+    def launch(self, step: list[ScheduledSequence]) -> StepWork:
+        """The planned step has been scheduled. Its work, for `note_read`."""
+        num_own = sum(scheduled.num_tokens == 1 for scheduled in step)
+        if self._over:
+            num_own -= sum(s.num_tokens == 1 and s.sequence.request.sender.account in self._over for s in step)
+        work = StepWork(num_own, sum(scheduled.num_tokens for scheduled in step) - num_own)
+        self._num_unmeasured = self._num_unmeasured + 1 if work.num_own and work.num_more else 0
+        self._num_limited_steps += not self._plan.has_room and not step[-1].is_decode
+        return work
+
+    def note_read(self, started_s: float, work: StepWork) -> None:
+        """The outputs of a step are there. started_s: by `begin`."""
+        self._tell()
+        self._read = (max(started_s, self._end_s), work)
+        self._end_s = time.monotonic()
+
+    def note_sent(self) -> None:
+        """The outputs of the last step have left. A caller without anything to send need not call this."""
+        if self._read is not None:
+            self._end_s = time.monotonic()
+
+    def _tell(self) -> None:
+        if self._read is not None:
+            started_s, work = self._read
+            self.times.observe(work, self._end_s - started_s)
+            self._read = None
+
+    def _target(self, own: list[Sequence], own_s: float, is_shared: bool, num_burst: int) -> float:
+        if self._target_s is not None:
+            return self._target_s
+        if is_shared:
+            return _SHARED_TARGET_MULTIPLE * own_s
+        burst_s = self.times.own_s(_num_rows(own) + num_burst)
+        return max(_TARGET_MULTIPLE * own_s, _BURST_TARGET_MULTIPLE * burst_s)
+
+    def _turns(self, decoding: list[Sequence], spare_s: float) -> list[Sequence]:
+        """The answers of the clients over their shares that have a turn: those that have waited longest, as many as
+        there is time for, one at least."""
         self._num_turns += 1
-        others = [sequence for sequence in decoding if sequence.request.sender.account in over]
+        others = [s for s in decoding if s.request.sender.account in self._over]
         others.sort(key=lambda sequence: sequence.last_turn)
-        waiting = set(others[1:])
-        self._have_turn(others[0])
-        for sequence in others[1:]:
-            spare_s -= self.cost.seconds_added(work_of_decodes([sequence]))
-            if spare_s < 0:
+        num_rows = spare_s / self.times.token_s
+        turns: list[Sequence] = []
+        for sequence in others:
+            num_rows -= _num_rows([sequence])
+            if num_rows < 0 and turns:
                 break
-            self._have_turn(sequence)
-            waiting.remove(sequence)
-        return [sequence for sequence in decoding if sequence not in waiting]
-
-    def _have_turn(self, sequence: Sequence) -> None:
-        # Those of one step are numbered, too: else the first of them would always be first again.
-        self._last_turn += 1
-        sequence.last_turn = self._last_turn
-
-    def _seconds(self, sequences: list[Sequence]) -> float:
-        return self.cost.seconds(work_of_decodes(sequences))
+            turns.append(sequence)
+        return turns
 
 
-def _has_rows(sequence: Sequence) -> bool:
-    return sequence.request.sampling.reads_whole_prompt
+def _price(sequence: Sequence) -> int:
+    return _TOKENS_OF_LOGITS if sequence.request.sampling.reads_whole_prompt else 1
 
 
-def work_of_decodes(sequences: list[Sequence]) -> StepWork:
+def _num_rows(sequences: Iterable[Sequence]) -> int:
     """One token of each sequence, or of each of its beams."""
-    num_beams = sum(len(sequence.siblings) + 1 for sequence in sequences if sequence.search is not None)
-    num_others = sum(sequence.search is None for sequence in sequences)
-    keys = sum(beam.num_computed_tokens + 1 for sequence in sequences for beam in sequence.beams)
-    return StepWork(num_decodes=num_others + num_beams, num_beams=num_beams, num_decode_keys=keys)
-
-
-def _clients_over_their_share(decoding: list[Sequence]) -> set[str]:
-    """The clients that have more of the running sequences than their shares, by weight, of all clients that run."""
-    first = decoding[0].request.sender.account
-    if all(sequence.request.sender.account == first for sequence in decoding):
-        return set()
-    weights = {sequence.request.sender.account: sequence.request.sender.weight for sequence in decoding}
-    rows: Counter[str] = Counter()
-    for sequence in decoding:
-        rows[sequence.request.sender.account] += len(sequence.siblings) + 1
-    num_rows, total = rows.total(), sum(weights.values())
-    return {name for name, number in rows.items() if number / num_rows > weights[name] / total}
+    return sum(len(sequence.siblings) + 1 for sequence in sequences)

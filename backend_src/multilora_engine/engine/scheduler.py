@@ -2,28 +2,111 @@
 
 from __future__ import annotations
 
+import time
 from bisect import insort
-from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
+from itertools import chain, islice, takewhile
 
+from multilora_engine.engine.accounts import Accounts, FairQueue, over_their_shares
 from multilora_engine.engine.engine_stats import PromptWaitStats
-from multilora_engine.engine.fair_queue import FairQueue
-from multilora_engine.engine.fair_shares import choose_victim
 from multilora_engine.engine.kv_cache import BlockAllocator
-from multilora_engine.engine.pace import Pace
-from multilora_engine.engine.prompt_waits import PromptWaits
-from multilora_engine.engine.step import Step
+from multilora_engine.engine.pace import Pace, Plan
 from multilora_engine.lora.adapter_state import CachedAdapter
 from multilora_engine.lora.memory_tiers import MemoryTiers
 from multilora_engine.sequences.scheduled_sequence import ScheduledSequence
 from multilora_engine.sequences.sequence import BlockCopy, Sequence, SequenceStatus
 
+MAX_PROMPT_WAIT_S = 10.0
+"""A prompt that waits longer goes before later ones."""
+
 MAX_OVERTAKES = 64
 """A sequence that waits for its adapter lets at most this many later ones with an adapter pass."""
 
+_LOOK_AHEAD = 8
+"""Adapters that are brought to the device before there is a place for their sequences."""
+
+
+class Step:
+    """A step in the making: the scheduled sequences, and how many tokens of the budget are left."""
+
+    def __init__(self, budget: int, plan: Plan) -> None:
+        self.budget = budget
+        self.plan = plan
+        self._scheduled: dict[Sequence, ScheduledSequence] = {}
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._scheduled
+
+    @property
+    def sequences(self) -> list[ScheduledSequence]:
+        return list(self._scheduled.values())
+
+    def room_for(self, sequence: Sequence) -> int:
+        """How many tokens of its prompt a sequence may compute."""
+        return self.plan.room_for(sequence, self.budget)
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        start = sequence.num_computed_tokens
+        is_sampled = start + num_tokens == sequence.num_tokens
+        self._scheduled[sequence] = ScheduledSequence(sequence, start, num_tokens, is_sampled)
+        self.budget -= num_tokens
+
+    def remove(self, sequence: Sequence) -> None:
+        for beam in sequence.beams:
+            scheduled = self._scheduled.pop(beam, None)
+            if scheduled is not None:
+                self.budget += scheduled.num_tokens
+
+
+class PromptWaits:
+    """The sequences whose prompts are not computed, in the order in which they came, and the times since then.
+
+    The time in which a sequence is parked, for an adapter from a source or for a guide, does not count.
+    """
+
+    def __init__(self, bound_s: float = MAX_PROMPT_WAIT_S, clock: Callable[[], float] = time.monotonic) -> None:
+        """A sequence is late when it has waited for more than `bound_s` seconds of the clock."""
+        self._bound_s = bound_s
+        self._clock = clock
+        self._since: dict[Sequence, float] = {}
+        self._late: dict[Sequence, float] = {}
+        self._num_late = 0
+
+    @property
+    def stats(self) -> PromptWaitStats:
+        # The late ones came before all others.
+        since = next(iter((self._late or self._since).values()), None)
+        return PromptWaitStats(0.0 if since is None else self._clock() - since, self._num_late)
+
+    def num_burst(self, answers: list[Sequence], most: int) -> int:
+        """How many prompts, at most `most`, arrived before the first of the running answers began."""
+        # An answer whose first token is not chosen yet has no time.
+        start_ns = min((answer.times.first_token_ns for answer in answers if answer.times.first_token_ns), default=0)
+        came_before = takewhile(lambda one: one.times.arrival_ns < start_ns, chain(self._late, self._since))
+        # One that lacks a single token is scheduled with the answers.
+        return len(list(islice((one for one in came_before if one.num_missing_tokens > 1), most)))
+
+    def add(self, sequence: Sequence) -> None:
+        """A sequence waits from now on."""
+        self._since[sequence] = self._clock()
+
+    def discard(self, sequence: Sequence) -> None:
+        """The prompt of a sequence is computed, or it has ended."""
+        if self._since.pop(sequence, None) is None:
+            self._late.pop(sequence, None)
+
+    def take_late(self) -> list[Sequence]:
+        """The sequences that are late now and were not when this was called last."""
+        end_s = self._clock() - self._bound_s
+        late = list(takewhile(lambda sequence: self._since[sequence] < end_s, self._since))
+        for sequence in late:
+            self._late[sequence] = self._since.pop(sequence)
+        self._num_late += len(late)
+        return late
+
 
 class Skipped:
-    """The adapters of these sequences cannot be used yet."""
+    """The waiting sequences that a step passes over: their adapters cannot be used yet."""
 
     def __init__(self) -> None:
         self.adapters: set[CachedAdapter] = set()
@@ -46,36 +129,33 @@ class Skipped:
             self.must_not_be_overtaken |= sequence.num_overtakes >= MAX_OVERTAKES
 
 
-_LOOK_AHEAD = 8
-"""Adapters that are brought to the device before there is a place for their sequences."""
-
-
 class Scheduler:
     """Continuous batching with chunked prefill, preemption by recompute and adapter-aware admission.
 
     A step has a budget of `max_num_batched_tokens`. Running sequences that decode come first; the rest goes to
     prompts, running and waiting ones, in the order of `FairQueue`: a long prompt that has begun does not hold
-    up a short one, nor one of a client that was served less. Of the prompts that run, the one that started first goes
+    up a short one, nor one of a client that has used less. Of the prompts that run, the one that started first goes
     before all others when it got nothing in the last step, so that it always comes to its end. A waiting sequence whose
-    adapter cannot be used yet is skipped, not waited for, with those behind it that want the same one, and its adapter
-    is prefetched, as are those of the next in line; one that has been overtaken `MAX_OVERTAKES` times stops the
-    admission of other adapters until it runs.
+    adapter cannot be used yet is skipped, not waited for, with the later ones of its client that want the same adapter.
+    Its adapter is prefetched, as are the adapters of the next in line. A sequence that has been overtaken
+    `MAX_OVERTAKES` times stops the admission of other adapters until it runs.
 
     When the KV cache is full, the running sequence that started last, of the largest priority, gives its blocks back
     and starts again from its tokens; its adapter stays pinned in the host tier. Since earlier ones are never the
     victims of later ones, the first always comes to its end. Tokens that the cache still holds of a sequence that
-    starts, computed for itself or for another one, are not computed again. Writes `num_computed_tokens`, `status`
-    and the list of running sequences.
+    starts, computed for itself or for another one, are not computed again.
 
-    While clients wait that have less than their shares of the places and blocks, clients that have more give some back,
-    the last that started first: nobody holds the server for as long as its answers are. A client with no more than its
-    share is never the victim of that.
+    While a client with less than its share of the places and blocks waits, and has not used more, clients with more
+    than their shares give some back, the last that started first: a client with long answers cannot occupy the server.
+    A client with no more than its share never gives way.
 
     A prompt that has waited longer than `PromptWaits` allows goes before all later ones of its client and adapter,
     however long it is.
 
     `Pace` limits the tokens of prompts, and the running sequences of clients that hold more than their shares, by the
-    time that a step takes.
+    time that a step takes. A step's time is charged to the accounts: each token of a prompt costs what one more token
+    takes, and the rest of the time is split by all tokens. Tokens that a preemption lost are computed again without
+    charge: the answers of other clients may have caused it.
 
     The beams of a search are admitted, preempted and finished together, and compute their last tokens in the same step.
     """
@@ -87,6 +167,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         pace: Pace,
+        accounts: Accounts,
         waits: PromptWaits,
     ) -> None:
         """pace: told by the engine how long steps take. waits: of the prompts, from `add` on."""
@@ -95,10 +176,12 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._pace = pace
+        self._accounts = accounts
         self._waits = waits
-        self._queue = FairQueue()
+        self._queue = FairQueue(accounts)
         self._running: list[Sequence] = []
         self._passed_over: Sequence | None = None
+        self._last_turn = 0
         self.num_preemptions = 0
 
     @property
@@ -125,7 +208,6 @@ class Scheduler:
     def schedule(self) -> list[ScheduledSequence]:
         """The next step, the tokens of answers first; empty if there is nothing to do."""
         for late in self._waits.take_late():
-            late.is_late = True
             self._queue.hurry(late)
         num_preemptions = self.num_preemptions
         step, prompts = self._schedule_decodes()
@@ -133,6 +215,7 @@ class Scheduler:
         if may_admit:
             self._make_way(step)
         self._schedule_prompts(step, [s for s in prompts if s.status is SequenceStatus.RUNNING], may_admit)
+        self._charge(step.sequences)
         for scheduled in step.sequences:
             scheduled.sequence.num_computed_tokens += scheduled.num_tokens
             if scheduled.is_sampled:
@@ -191,47 +274,68 @@ class Scheduler:
 
     def _schedule_decodes(self) -> tuple[Step, list[Sequence]]:
         """A step with the answers that get a token, and the running prompts, in the order in which they started."""
-        step = Step(self._max_num_batched_tokens)
         decoding: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self._running:
-            (prompts if sequence.num_tokens - sequence.num_computed_tokens > 1 else decoding).append(sequence)
-        decodes = self._pace.choose(decoding)
-        if prompts or len(self._queue):
-            is_shared = bool(decoding) and self._queue.has_others(decoding[0])
-            burst = [] if is_shared else self._waits.burst(decoding, self._max_num_seqs)
-            step.prompt_time = self._pace.prompt_time(decodes, is_shared, burst, self._waits.has_late)
-        for sequence in decodes.sequences:
+            (prompts if sequence.num_missing_tokens > 1 else decoding).append(sequence)
+        is_shared = bool(decoding) and self._accounts.has_others(decoding[0])
+        has_burst = bool(decoding) and not is_shared and (prompts or len(self._queue))
+        most = self._max_num_seqs - len(decoding)
+        plan = self._pace.plan(decoding, is_shared, self._waits.num_burst(decoding, most) if has_burst else 0)
+        for sequence in plan.turns:
+            # Sequences of one step are numbered, too: else the first of them would always be first again.
+            self._last_turn += 1
+            sequence.last_turn = self._last_turn
+        step = Step(self._max_num_batched_tokens, plan)
+        for sequence in plan.answers:
             self._continue(sequence, _shares(sequence, step.budget), step)
         return step, prompts
 
     def _schedule_prompts(self, step: Step, prompts: list[Sequence], may_admit: bool) -> None:
         """Go on with prompts and, where that is allowed, admit waiting sequences. prompts: the running ones."""
+        if not step.plan.has_room:
+            return
         skipped = Skipped()
-        in_order = deque(
-            sorted(prompts, key=lambda prompt: (prompt is not self._passed_over, self._queue.turn(prompt)))
-        )
-        newcomer = self._newcomer(step, skipped) if may_admit else None
-        while in_order or newcomer is not None:
-            if newcomer is not None and (not in_order or self._goes_first(newcomer, in_order)):
+        left = list(prompts)
+        while step.budget and step.plan.has_room:
+            prompt = min(left, key=self._turn, default=None)
+            newcomer = self._newcomer(step, skipped) if may_admit else None
+            if newcomer is not None and (prompt is None or self._turn(newcomer) < self._turn(prompt)):
                 self._admit(newcomer, step, skipped)
+            elif prompt is not None:
+                left.remove(prompt)
+                self._continue_prompt(prompt, step)
             else:
-                self._continue_prompt(in_order.popleft(), step)
-            newcomer = newcomer and self._newcomer(step, skipped)
+                break
         self._passed_over = prompts[0] if prompts and prompts[0] not in step else None
         if may_admit:
             self._look_ahead(skipped.adapters)
             self._queue.restore()
 
+    def _turn(self, sequence: Sequence) -> tuple[bool, tuple[int, float, int]]:
+        """Sorts prompts, running or waiting, in the order in which they are computed."""
+        return sequence is not self._passed_over, self._queue.turn(sequence)
+
+    def _charge(self, step: list[ScheduledSequence]) -> None:
+        """Split the time that the step's answers take by all of its tokens."""
+        if step:
+            num_decodes = sum(scheduled.num_tokens == 1 for scheduled in step)
+            token_s = self._pace.times.own_s(num_decodes) / sum(scheduled.num_tokens for scheduled in step)
+            for scheduled in step:
+                self._accounts.charge(scheduled.sequence, scheduled.num_tokens * token_s)
+
     def _continue(self, sequence: Sequence, shares: list[tuple[Sequence, int]], step: Step) -> None:
         """Compute tokens of a running sequence's beams, unless it is preempted for others or for want of blocks."""
         for beam, num_tokens in shares:
             if sequence.status is SequenceStatus.RUNNING and self._make_room(sequence, beam, num_tokens, step):
-                self._compute(beam, num_tokens, step)
+                step.add(beam, num_tokens)
 
     def _continue_prompt(self, sequence: Sequence, step: Step) -> None:
         shares = _shares(sequence, step.room_for(sequence))
-        step.prompt_time.take(sequence, sum(num_tokens for _, num_tokens in shares))
+        step.plan.take(sequence, sum(num_tokens for _, num_tokens in shares))
+        for beam, num_tokens in shares:
+            num_again = max(0, beam.num_lost_tokens - beam.num_computed_tokens)
+            self._accounts.charge(beam, max(0, num_tokens - num_again) * self._pace.times.token_s)
         self._continue(sequence, shares, step)
 
     def _make_room(self, sequence: Sequence, beam: Sequence, num_tokens: int, step: Step) -> bool:
@@ -247,15 +351,11 @@ class Scheduler:
                 return False
         return True
 
-    def _compute(self, sequence: Sequence, num_tokens: int, step: Step) -> None:
-        start = sequence.num_computed_tokens
-        self._queue.charge(sequence, start, start + num_tokens)
-        step.add(sequence, num_tokens)
-
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self._stop(sequence)
         for beam in sequence.beams:
+            beam.num_lost_tokens = max(beam.num_lost_tokens, beam.num_computed_tokens)
             beam.num_computed_tokens = 0
         sequence.status = SequenceStatus.WAITING
         self._queue.put_back(sequence)
@@ -269,17 +369,10 @@ class Scheduler:
 
     def _newcomer(self, step: Step, skipped: Skipped) -> Sequence | None:
         """The waiting sequence that starts next, as far as places, blocks and the step's tokens are concerned."""
-        sequence = self._queue.first()
+        sequence = self._queue.first
         if sequence is None or len(skipped) >= self._max_num_seqs:
             return None
         return sequence if step.room_for(sequence) and self._has_room(sequence) else None
-
-    def _goes_first(self, newcomer: Sequence, prompts: deque[Sequence]) -> bool:
-        """Whether it starts before the first of the running prompts goes on."""
-        if prompts[0] is self._passed_over or not self._queue.goes_before(newcomer, prompts[0]):
-            return False
-        # Their order is that of the step's begin; a late one may have come behind one that the newcomer goes before.
-        return not (self._waits.has_late and self._queue.follows_late(newcomer, prompts))
 
     def _admit(self, sequence: Sequence, step: Step, skipped: Skipped) -> None:
         """Start a waiting sequence, or skip it for want of its adapter."""
@@ -296,18 +389,32 @@ class Scheduler:
 
     def _make_way(self, step: Step) -> None:
         """Preempt sequences of clients that hold more than their shares, if the one that starts next lacks room."""
-        newcomer = self._queue.first()
-        if newcomer is None or not self._queue.has_others(newcomer) or self._has_room(newcomer):
+        newcomer = self._queue.first
+        if newcomer is None or not self._accounts.has_others(newcomer) or self._has_room(newcomer):
             return
         if not self._is_adapter_ready(newcomer):
             return
-        needed = max(newcomer.width / self._max_num_seqs, self._blocks.part_of(*newcomer.beams))
         while not self._has_room(newcomer):
-            victim = choose_victim(newcomer, needed, self._running, self._part_held)
-            if victim is None or not self._queue.would_follow(victim, newcomer):
+            victim = self._victim(newcomer)
+            if victim is None or self._queue.turn(victim)[:2] < self._queue.turn(newcomer)[:2]:
                 return
             self._preempt(victim)
             step.remove(victim)
+
+    def _victim(self, newcomer: Sequence) -> Sequence | None:
+        """The sequence that started last among the sequences of clients above their shares of the server.
+
+        None if no sequence has to go: a newcomer whose client would hold more than its own share, or is less urgent,
+        waits like everybody.
+        """
+        own = newcomer.request.sender
+        needed = max(newcomer.width / self._max_num_seqs, self._blocks.part_of(*newcomer.beams))
+        held = ((sequence.request.sender, self._part_held(sequence)) for sequence in self._running)
+        over = over_their_shares([(own, needed), *held], 1.0)
+        if own.account in over:
+            return None
+        victims = (sequence for sequence in reversed(self._running) if sequence.request.sender.account in over)
+        return next((victim for victim in victims if victim.request.priority >= newcomer.request.priority), None)
 
     def _part_held(self, sequence: Sequence) -> float:
         """The part of the server that a running sequence has: of the places, or of the blocks if that is more."""
@@ -327,7 +434,7 @@ class Scheduler:
         """Have the adapters of the next sequences brought to the device, where that costs none of the `wanted`."""
         wanted = set(wanted)
         for _ in range(_LOOK_AHEAD):
-            sequence = self._queue.first()
+            sequence = self._queue.first
             if sequence is None:
                 return
             if sequence.adapter is not None:

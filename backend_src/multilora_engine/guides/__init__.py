@@ -2,6 +2,5 @@
 
 guided                                 compiles guides, and matches the tokens of an answer against one
 guide_grammar                          the grammars of guides, and their limits
-guide_turns                            the order in which guides are compiled, senders in turn
 guide_sandbox, guide_sandbox_process   guides are tried in processes of their own before the engine compiles them
 """

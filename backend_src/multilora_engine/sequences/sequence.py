@@ -194,7 +194,7 @@ class Sequence:
     text: decides which tokens and text may leave.
     max_output_tokens: how long its answer may become.
     bias: `embedding_bias` on the device, token ids int64 [n] and biases float32 [n].
-    has_host_work: whether its tokens are charged by `HostWork`.
+    has_host_work: whether its client is charged for the host's work on its tokens.
     search: the beam search it belongs to. The sequence of the request is its first beam and stands for all of them:
         only its `status`, `times` and place in the queues count.
 
@@ -210,14 +210,16 @@ class Sequence:
     Written by `Scheduler`:
     status.
     num_computed_tokens: tokens whose keys and values are in the cache.
+    num_lost_tokens: of its first tokens, how many had been computed before a preemption lost them.
     num_overtakes: sequences with an adapter that were admitted before this one although they came later.
-    is_late: whether its prompt has waited longer than any should.
-    last_turn: number of the last turn that it had where the sequences of its client take turns; by `Pace`.
+    last_turn: number of the last turn that it had where the sequences of its client take turns.
+
+    Written by accounts.py:
+    place: in the line of its client and adapter.
+    host_debt_s: seconds that its tokens took of the engine's thread beyond its share.
 
     Each written by one other:
     block_table: by the block allocator. prompt_report: by the model runner.
-    num_charged_tokens: tokens that count as served to its client and adapter; by the fair queue.
-    host_debt_s: seconds that its tokens took of the engine's thread beyond its share; by `HostWork`.
     history: of its tokens, once a penalty or a bad word asks for it; by logits.py.
     siblings: of the first beam, the other ones; by `continue_beams`. score: the sum of a beam's log-probs; likewise.
 
@@ -236,10 +238,10 @@ class Sequence:
     num_pending_tokens: int = 0
     block_table: BlockTable = field(default_factory=BlockTable)
     num_computed_tokens: int = 0
-    num_charged_tokens: int = 0
+    num_lost_tokens: int = 0
     num_overtakes: int = 0
-    is_late: bool = False
     last_turn: int = 0
+    place: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     times: Times = field(default_factory=Times)
     history: TokenHistory | None = None

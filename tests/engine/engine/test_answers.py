@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 from support.adapters import wire_adapter
 from support.engines import Answer, assert_idle, run_all
-from support.fronts import TIMEOUT_S
 
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine import answers, engine
+from multilora_engine.engine.accounts import Accounts
 from multilora_engine.engine.answers import Answers
 from multilora_engine.engine.engine import Engine
 from multilora_engine.engine.guide_queue import GuideQueue
-from multilora_engine.engine.host_work import HostWork
 from multilora_engine.engine.scheduler import Scheduler
 from multilora_engine.guides.guided import GuideMatcher
 from multilora_engine.lora.format import pack_adapter
@@ -83,8 +82,8 @@ POINTS = [
     Point(BeamSearch, "advance", BEAMS),
     Point(BeamSearch, "answers", BEAMS),
     Point(Scheduler, "branch", BEAMS),
-    Point(HostWork, "charge", BEAMS),
-    Point(HostWork, "charge", {"stop_words": ("zzzz",)}),
+    Point(Accounts, "charge_host_work", BEAMS),
+    Point(Accounts, "charge_host_work", {"stop_words": ("zzzz",)}),
     Point(HeldOutputs, "release_log_probs", {"return_log_probs": True}),
     Point(HeldOutputs, "release_logits", {"return_generation_logits": True}),
     Point(PromptReport, "append_logits", {"return_context_logits": True}),
@@ -118,8 +117,6 @@ def engines(checkpoint: Path, default_model_dir: Path) -> dict[str, Engine]:
             kv_cache_memory_bytes=2 << 20,  # type: ignore[arg-type]
             max_num_seqs=16,
             max_num_batched_tokens=24,
-            guide_compile_timeout_s=TIMEOUT_S,
-            host_work_ms_per_step=0.0,
             enable_async_scheduling=runs_ahead,
         )
         made = Engine(config)

@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.adapters import wire_adapter
 from support.engines import Answer, assert_idle, poison_claimed_blocks, run_all
-from support.fronts import TIMEOUT_S
 
 from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
 from multilora_engine.config import EngineConfig
@@ -66,7 +65,6 @@ ARRIVAL = st.tuples(
 
 
 def make_engine(folder: Path, tokenizer: Path, **options: Any) -> Engine:
-    options = {"guide_compile_timeout_s": TIMEOUT_S} | options
     engine = Engine(EngineConfig(model_path=folder, tokenizer_path=tokenizer, num_threads=1, **options))
     layout = engine.info.adapter_layout
     for task in range(3):

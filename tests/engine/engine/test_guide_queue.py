@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from random import Random
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 from support.fronts import TIMEOUT_S, generation_request
 
-from multilora_engine.engine.guide_queue import GuideQueue, GuidesInUse
+from multilora_engine.engine import guide_queue
+from multilora_engine.engine.accounts import Account, Accounts
+from multilora_engine.engine.guide_queue import GuideJob, GuideQueue, GuidesInUse, GuideTurns
 from multilora_engine.errors import GuidesFull, GuideTimeout, InternalError, InvalidRequest, RequestError
 from multilora_engine.guides.guide_sandbox import GuideWatch
 from multilora_engine.guides.guided import CompiledGuide, GuideMatcher
@@ -68,7 +71,7 @@ def compiler() -> GatedCompiler:
 
 @pytest.fixture
 def guides(compiler: GatedCompiler) -> Iterator[GuideQueue]:
-    guides = GuideQueue(lambda: compiler, timeout_s=TIMEOUT_S)
+    guides = GuideQueue(lambda: compiler, Accounts())
     yield guides
     compiler.gate.release(100)
     guides.close()
@@ -118,7 +121,7 @@ def test_a_compiler_that_is_warm_is_not_made_again(compiler: GatedCompiler) -> N
         made.append(compiler)
         return compiler
 
-    guides = GuideQueue(make, timeout_s=TIMEOUT_S)
+    guides = GuideQueue(make, Accounts())
     guides.warm_up()
     guides.add(sequence(), guide(3), ())
     compiler.gate.release(1)
@@ -153,8 +156,11 @@ def test_who_gave_up_is_not_compiled_for(guides: GuideQueue, compiler: GatedComp
     assert compiler.compiled == [1, 3]
 
 
-def test_a_guide_that_is_not_compiled_in_time_is_an_error(compiler: GatedCompiler) -> None:
-    guides, waiting = GuideQueue(lambda: compiler, timeout_s=1e-9), sequence()
+def test_a_guide_that_is_not_compiled_in_time_is_an_error(
+    compiler: GatedCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guide_queue, "COMPILE_TIMEOUT_S", 1e-9)
+    guides, waiting = GuideQueue(lambda: compiler, Accounts()), sequence()
     guides.add(waiting, guide(6), ())
     ((found, error),) = guides.poll()
     assert found is waiting
@@ -162,6 +168,125 @@ def test_a_guide_that_is_not_compiled_in_time_is_an_error(compiler: GatedCompile
     guides.give_up(waiting)
     compiler.gate.release(1)
     guides.close()
+
+
+class Turns(GuideTurns):
+    """Whose jobs have the accounts of their senders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accounts = Account()
+        self._arrivals = itertools.count()
+
+    def wait(self, name: str, num_bytes: int, weight: float = 1.0, text: str = "") -> GuideJob:
+        arrival = next(self._arrivals)
+        one, sender = Guide("regex", text or str(arrival)), Sender(name=name, weight=weight)
+        job = GuideJob(num_bytes, arrival, one, (), sender, self.accounts.open(name), 0.0)
+        self.add(job)
+        return job
+
+    def popped(self) -> GuideJob:
+        one = self.pop()
+        assert one is not None
+        return one
+
+    def compile_all(self) -> list[tuple[str, int]]:
+        """All that wait, in the order of their turns; each takes a second for each of its bytes."""
+        order = []
+        while (one := self.pop()) is not None:
+            self.finish(one, one.num_bytes)
+            order.append((one.sender.name, one.num_bytes))
+        return order
+
+
+def test_of_one_sender_the_smallest_goes_first() -> None:
+    turns = Turns()
+    for num_bytes in (9, 8, 2, 7, 2):
+        turns.wait("a", num_bytes)
+    assert turns.compile_all() == [("a", 2), ("a", 2), ("a", 7), ("a", 8), ("a", 9)]
+
+
+def test_a_heavier_sender_gets_more_time() -> None:
+    turns = Turns()
+    for _ in range(8):
+        turns.wait("light", 4)
+        turns.wait("heavy", 4, weight=3.0)
+    assert [name for name, _ in turns.compile_all()[:8]].count("heavy") == 6
+
+
+def test_a_sender_that_has_used_the_engines_thread_for_long_waits_for_one_that_has_not() -> None:
+    turns = Turns()
+    turns.wait("busy", 1).account.step_s = 9.0
+    for _ in range(3):
+        turns.wait("other", 5)
+    assert turns.compile_all() == [("other", 5), ("other", 5), ("busy", 1), ("other", 5)]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9)), max_size=60))
+def test_while_two_senders_wait_their_times_differ_by_no_more_than_a_guide_each(
+    jobs: list[tuple[str, int]],
+) -> None:
+    turns = Turns()
+    for name, num_bytes in jobs:
+        turns.wait(name, num_bytes)
+    left = {name: sum(one == name for one, _ in jobs) for name in "abc"}
+    seconds = dict.fromkeys("abc", 0)
+    for name, num_bytes in turns.compile_all():
+        seconds[name] += num_bytes
+        left[name] -= 1
+        waiting = [seconds[other] for other in "abc" if left[other]]
+        assert max(waiting, default=0) - min(waiting, default=0) <= 2 * 9
+    assert sum(left.values()) == 0
+
+
+def test_a_known_sender_has_one_guide_compiled_at_a_time() -> None:
+    turns = Turns()
+    for name in ("a", "a", "b"):
+        turns.wait(name, 3)
+    first, second = turns.popped(), turns.popped()
+    assert {first.sender.name, second.sender.name} == {"a", "b"}
+    assert turns.pop() is None
+    turns.finish(second, 1.0)
+    assert (turns.pop() is None) == (second.sender.name == "b")
+
+
+def test_senders_that_cannot_be_told_apart_have_several_guides_compiled_at_a_time() -> None:
+    turns = Turns()
+    for num_bytes in (3, 4, 5):
+        turns.wait("", num_bytes)
+    assert [turns.popped().num_bytes for _ in range(3)] == [3, 4, 5]
+
+
+def test_of_the_same_guide_one_is_compiled_and_the_others_wait_for_what_becomes_of_it() -> None:
+    turns = Turns()
+    for _ in range(3):
+        turns.wait("", 3, text="the same")
+    turns.wait("", 9)
+    first, other = turns.popped(), turns.popped()
+    assert (first.num_bytes, other.num_bytes) == (3, 9)
+    assert turns.pop() is None
+    turns.finish(first, 1.0)
+    assert turns.popped().num_bytes == 3
+
+
+@given(st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.integers(1, 9), st.booleans()), max_size=40))
+def test_whatever_ends_in_whatever_order_every_guide_gets_its_turn_once(jobs: list[tuple[str, int, bool]]) -> None:
+    turns = Turns()
+    running: list[GuideJob] = []
+    done: list[GuideJob] = []
+    for name, num_bytes, ends_one in jobs:
+        turns.wait(name, num_bytes)
+        if (one := turns.pop()) is not None:
+            running.append(one)
+        if ends_one and running:
+            done.append(running.pop(num_bytes % len(running)))
+            turns.finish(done[-1], num_bytes)
+    while running or len(turns):
+        while (one := turns.pop()) is not None:
+            running.append(one)
+        done.append(running.pop())
+        turns.finish(done[-1], 1.0)
+    assert sorted((one.sender.name, one.num_bytes) for one in done) == sorted((name, size) for name, size, _ in jobs)
 
 
 def matcher(kept_bytes: int, copy_bytes: int = 0) -> GuideMatcher:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.engines import Answer, assert_idle
-from support.fronts import TIMEOUT_S
 
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig
@@ -62,8 +61,6 @@ def engines(tmp_path_factory: pytest.TempPathFactory, default_model_dir: Path) -
         max_model_len=32,
         max_num_seqs=16,
         kv_cache_memory_bytes=1 << 20,  # type: ignore[arg-type]
-        guide_compile_timeout_s=TIMEOUT_S,
-        host_work_ms_per_step=0.0,
     )
     return [Engine(config), Engine(config.model_copy(update={"enable_async_scheduling": True}))]
 

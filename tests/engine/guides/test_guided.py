@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerFast
 
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig
+from multilora_engine.engine import accounts
 from multilora_engine.engine import engine as engine_module
 from multilora_engine.engine.engine import Engine
 from multilora_engine.engine.guide_queue import GuidesInUse
@@ -63,11 +64,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -
 
 
 def make_engine(checkpoint: Path, default_model_dir: Path, **options: Any) -> Engine:
-    """By default with no more blocks than needed: every one is looked at after every step.
-
-    Guides are compiled while the cores have nothing else to do, so that a busy machine decides how long that takes.
-    """
-    options = {"kv_cache_memory_bytes": 8 << 20, "guide_compile_timeout_s": TIMEOUT_S} | options
+    """By default with no more blocks than needed: every one is looked at after every step."""
+    options = {"kv_cache_memory_bytes": 8 << 20} | options
     return Engine(EngineConfig(model_path=checkpoint, tokenizer_path=default_model_dir, num_threads=1, **options))
 
 
@@ -477,9 +475,10 @@ def test_a_guide_too_long_is_refused_on_arrival(engine: Engine) -> None:
 
 
 def test_a_request_whose_tokens_keep_the_thread_too_long_ends_and_no_other(
-    checkpoint: Path, default_model_dir: Path
+    checkpoint: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(checkpoint, default_model_dir, host_work_ms_per_step=1e-4)
+    monkeypatch.setattr(accounts, "HOST_WORK_S", 1e-7)
+    engine = make_engine(checkpoint, default_model_dir)
     answers = run_all(engine, [request("guided", NUMBER, end_id=-1), request("free", None, max_tokens=3)])
     assert answers["guided"].final is not None
     assert answers["guided"].final.error_code == "INVALID_ARG"

@@ -125,5 +125,5 @@ def test_memory_of_pages_is_there_before_an_adapter_comes(caplog: pytest.LogCapt
         if num_used:
             assert max(pool.allocate(PageShape(80, ()))) == num_used - 1
         pool.memory.wait()
-        assert num_used + 64 <= pool.memory.num_taken <= num_used + 68
+        assert num_used + 64 <= pool.memory._num_taken <= num_used + 68
     assert not caplog.records

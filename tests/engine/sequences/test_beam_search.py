@@ -64,7 +64,6 @@ def make_engine(
         tokenizer_path=tokenizer,
         num_threads=1,
         kv_cache_memory_bytes=kv_cache_memory_bytes,  # type: ignore[arg-type]
-        host_work_ms_per_step=0.0,  # a machine that takes the thread's time away must end no search
         **options,
     )
     engine = Engine(config)

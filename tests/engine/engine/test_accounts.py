@@ -1,4 +1,4 @@
-"""Who starts next: by priority, then whose client was served least, then whose adapter was, then who came first."""
+"""Who starts next: by priority, then whose client has used least, then whose adapter has, then who came first."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multilora_engine.engine.fair_queue import FairQueue
-from multilora_engine.engine.waiting_line import TOKENS_OF_A_PLACE
+from multilora_engine.engine import accounts
+from multilora_engine.engine.accounts import TOKENS_OF_A_PLACE, Accounts, FairQueue, over_their_shares
+from multilora_engine.errors import TooMuchHostWork
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
 from multilora_engine.sequences.sequence import Sequence, SequenceStatus
 from multilora_engine.text.text_stream import TextStream
@@ -22,10 +23,11 @@ NOBODY, ACME, BOLT = Sender(), Sender(name="acme"), Sender(name="bolt")
 
 
 class Shop:
-    """Serves a queue with so many sequences at once, each for one to `MAX_TOKENS` tokens."""
+    """Serves a queue with so many sequences at once, each for one to `MAX_TOKENS` tokens of a second each."""
 
     def __init__(self, max_num_seqs: int = 1) -> None:
-        self.queue = FairQueue()
+        self.accounts = Accounts()
+        self.queue = FairQueue(self.accounts)
         self.max_num_seqs = max_num_seqs
         self.running: dict[Sequence, int] = {}
         self.served: Counter[int | None] = Counter()
@@ -56,14 +58,14 @@ class Shop:
 
     def step(self, num_tokens: int = 1) -> None:
         """Start whom there is room for, and compute some tokens of each that runs."""
-        while len(self.running) < self.max_num_seqs and (sequence := self.queue.first()) is not None:
+        while len(self.running) < self.max_num_seqs and (sequence := self.queue.first) is not None:
             self.queue.take(sequence)
             sequence.status = SequenceStatus.RUNNING
             self.running[sequence] = 0
             self.started.append(sequence)
         for sequence, start in list(self.running.items()):
             end = min(start + num_tokens, sequence.request.sampling.max_tokens)
-            self.queue.charge(sequence, start, end)
+            self.accounts.charge(sequence, max(0, end - max(start, sequence.num_lost_tokens)))
             self.served[sequence.request.lora_task_id] += end - start
             self.running[sequence] = end
             if end == sequence.request.sampling.max_tokens:
@@ -71,7 +73,8 @@ class Shop:
         self.queue.check_integrity(self.running)
 
     def preempt(self) -> None:
-        sequence, _ = self.running.popitem()
+        sequence, num_tokens = self.running.popitem()
+        sequence.num_lost_tokens = max(sequence.num_lost_tokens, num_tokens)
         sequence.status = SequenceStatus.WAITING
         self.queue.put_back(sequence)
 
@@ -194,7 +197,7 @@ def test_a_client_whose_adapters_are_all_set_aside_lets_others_pass_and_keeps_it
     for task, sender in [(1, ACME), (2, ACME), (1, BOLT)]:
         shop.add(task, sender=sender)
     passed = []
-    while (sequence := shop.queue.first()) is not None:
+    while (sequence := shop.queue.first) is not None:
         passed.append((sequence.request.sender.name, sequence.request.lora_task_id))
         shop.queue.set_aside(sequence)
     assert passed == [("acme", 1), ("acme", 2), ("bolt", 1)]
@@ -208,21 +211,22 @@ def test_a_smaller_priority_goes_before_any_larger_one() -> None:
     later = [shop.add(task, priority=1) for task in (1, 2, 3)]
     sooner = [shop.add(1) for _ in range(3)]
     shop.tasks(6)
-    assert shop.started == sooner + later
+    assert shop.started[:3] == sooner
+    assert shop.started[3:] == [later[1], later[2], later[0]], "the first adapter was served before"
 
 
 def test_those_set_aside_come_back_with_the_turn_they_had() -> None:
     shop = Shop()
     for task in [1, 2, 2, 3]:
         shop.add(task)
-    first = shop.queue.first()
+    first = shop.queue.first
     assert first is not None
     shop.queue.set_aside(first)
-    behind = shop.queue.first()
+    behind = shop.queue.first
     assert behind is not None
     assert behind.request.lora_task_id == 2
     shop.queue.restore()
-    assert shop.queue.first() is first
+    assert shop.queue.first is first
 
 
 def test_a_preempted_sequence_goes_before_its_adapters_others_and_pays_once() -> None:
@@ -251,7 +255,7 @@ def test_what_two_waiting_clients_were_served_over_their_weights_differs_by_what
         if rng.random() < 0.1 and shop.running:
             shop.preempt()
         shop.step(num_tokens=rng.choice([1, 5, MAX_TOKENS]))
-        served = [client.num_tokens for client in shop.queue._priorities[0].shares.values()]
+        served = [client.use_s for client in shop.accounts.clients.parts.values()]
         assert max(served) - min(served) <= (3 + 1) * MAX_TOKENS
 
 
@@ -273,8 +277,8 @@ def test_what_two_waiting_adapters_were_served_differs_by_what_runs_at_once(
         shop.step(num_tokens=rng.choice([1, 5, MAX_TOKENS]))
         for sequences in waiting.values():
             sequences[:] = [s for s in sequences if s.status is SequenceStatus.WAITING]
-        adapters = shop.queue._priorities[0].shares[""].adapters.shares
-        charged = [adapters[task].num_tokens for task in tasks]
+        adapters = shop.accounts.clients.parts[""].parts
+        charged = [adapters[task].use_s for task in tasks]
         assert max(charged) - min(charged) <= (max_num_seqs + 1) * MAX_TOKENS
 
 
@@ -285,9 +289,77 @@ def test_ten_thousand_cancelled_requests_leave_nothing_behind_one_that_waits(num
     for i in range(10_000):
         shop.end(shop.add(i % num_tasks, priority=i % 3))
         assert len(shop.queue) == 1
-    clients = [client for priority in shop.queue._priorities.values() for client in priority.shares.values()]
-    assert sum(len(client.adapters.shares) for client in clients) <= 1 + num_tasks
+    assert [len(client.parts) for client in shop.accounts.clients.parts.values()] == [1]
     shop.queue.check_integrity([])
     shop.end(stuck)
     shop.queue.check_integrity([])
-    assert shop.queue._priorities == {}
+    assert shop.accounts.clients.parts == {}
+
+
+def test_the_seconds_of_the_hosts_work_and_of_guides_count_as_those_of_tokens_do() -> None:
+    shop = Shop()
+    for sender in (ACME, BOLT):
+        for _ in range(30):
+            shop.add(num_tokens=10, sender=sender)
+    first = shop.queue.first
+    assert first is not None
+    assert first.request.sender is ACME
+    shop.accounts.charge_host_work(first, 60.0, 1)
+    shop.accounts.client(first).guide_s += 40.0
+    assert shop.clients(20) == ["bolt"] * 10 + ["acme", "bolt"] * 5
+
+
+@pytest.fixture
+def host_work_s(monkeypatch: pytest.MonkeyPatch) -> float:
+    monkeypatch.setattr(accounts, "HOST_WORK_S", 0.05)
+    return 0.05
+
+
+def test_who_takes_no_more_than_its_share_of_the_hosts_work_may_go_on_for_ever(host_work_s: float) -> None:
+    shop = Shop()
+    modest = shop.add()
+    for _ in range(10_000):
+        shop.accounts.charge_host_work(modest, host_work_s / 4, num_sharing=4)
+
+
+def test_who_takes_more_than_its_share_in_step_after_step_ends(host_work_s: float) -> None:
+    shop = Shop()
+    greedy = shop.add()
+    for _ in range(5):
+        shop.accounts.charge_host_work(greedy, 0.06, num_sharing=4)
+    with pytest.raises(TooMuchHostWork, match=r"took 285 ms more .* 50 ms of a step, and 4 share that"):
+        shop.accounts.charge_host_work(greedy, 0.06, num_sharing=4)
+
+
+def test_one_step_alone_ends_nobody_and_is_paid_off(host_work_s: float) -> None:
+    shop = Shop()
+    unlucky = shop.add()
+    for _ in range(50):
+        shop.accounts.charge_host_work(unlucky, 100.0, num_sharing=1)
+        shop.accounts.charge_host_work(unlucky, 0.0, num_sharing=1)
+    assert unlucky.host_debt_s == 0.0
+
+
+def over(*held: tuple[str, float], weights: dict[str, float] | None = None) -> set[str]:
+    """Of a whole of 1."""
+    senders = {name: Sender(name=name, weight=(weights or {}).get(name, 1.0)) for name, _ in held}
+    return over_their_shares([(senders[name], part) for name, part in held], 1.0)
+
+
+def test_who_holds_more_than_its_share_is_over_it_and_nobody_else() -> None:
+    assert over(("acme", 0.25), ("acme", 0.25), ("acme", 0.25), ("bolt", 0.25)) == {"acme"}
+    assert over(("acme", 0.5), ("bolt", 0.5)) == set()
+    assert over(("acme", 1.0)) == set()
+    assert over(("acme", 0.7), ("bolt", 0.1), ("cord", 0.1)) == {"acme"}
+
+
+def test_a_share_goes_by_the_weight() -> None:
+    assert over(("acme", 0.75), ("bolt", 0.25), weights={"acme": 3.0}) == set()
+    assert over(("acme", 0.8), ("bolt", 0.2), weights={"acme": 3.0}) == {"acme"}
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9)), min_size=1, max_size=9))
+def test_never_are_all_over_their_shares(held: list[tuple[str, int]]) -> None:
+    whole = sum(part for _, part in held)
+    names = {name for name, _ in held}
+    assert over_their_shares([(Sender(name=name), part) for name, part in held], whole) < names
