@@ -70,7 +70,7 @@ NEEDED = {
     "msgspec": WITH_ENGINE,
     **dict.fromkeys(
         (
-            *("pytest", "xdist", "hypothesis", "pydantic", "blake3", "llguidance", "safetensors", "threadpoolctl"),
+            *("pytest", "xdist", "hypothesis", "pydantic", "blake3", "llguidance", "safetensors"),
             *("tokenizers", "transformers", "huggingface_hub"),
             *_PYDANTIC,
         ),

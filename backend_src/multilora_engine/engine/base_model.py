@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from threadpoolctl import threadpool_limits
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.build import (
@@ -64,7 +63,6 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     Raises ConfigError, and OperatorFault on a GPU that computes wrongly.
     """
     device = choose_device(config)
-    _keep_blas_to_its_caller()
     if device.type == "cpu":
         _prepare_cpu(config)
     model_config = read_model_config(config.model_path)
@@ -135,15 +133,6 @@ def _measure_steps(model: Model, config: EngineConfig, tables: LoRATables, kv_dt
     step_bytes += TokenCounts.num_bytes(config.max_num_seqs, model.config.vocab_size)
     _logger.info("steps: %.2f GiB, by a trial of the largest", step_bytes / (1 << 30))
     return step_bytes
-
-
-def _keep_blas_to_its_caller() -> None:
-    """Have numpy's linear algebra compute on the thread that calls it.
-
-    OpenBLAS wakes its other threads even for a system of eight equations, as `StepCost` solves after each step, and
-    they look for more work for some 30 ms, on the processors that the next step needs.
-    """
-    threadpool_limits(limits=1, user_api="blas")
 
 
 def _prepare_cpu(config: EngineConfig) -> None:

@@ -21,8 +21,6 @@ import tokenizers
 import torch
 from support.adapters import wire_adapter
 from support.engines import Answer, assert_idle, run_all
-from support.fronts import TIMEOUT_S
-from threadpoolctl import threadpool_info, threadpool_limits
 from transformers import LlamaForCausalLM
 
 from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
@@ -54,7 +52,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_engine(checkpoint: Path, tokenizer: Path, **options: object) -> Engine:
     """By default with no more blocks than needed: every one is looked at after every step."""
-    options = {"kv_cache_memory_bytes": 8 << 20, "guide_compile_timeout_s": TIMEOUT_S} | options
+    options = {"kv_cache_memory_bytes": 8 << 20} | options
     config = EngineConfig(model_path=checkpoint, tokenizer_path=tokenizer, num_threads=1, **options)  # type: ignore[arg-type]
     engine = Engine(config)
     for task in range(3):
@@ -111,13 +109,6 @@ def test_what_every_step_reads_begins_with_a_huge_page(engine: Engine) -> None:
     kv_cache = engine._runner._kv_cache
     for memory in (kv_cache.keys, kv_cache.values, engine._loras.device.tables.arena):
         assert memory.data_ptr() % (2 << 20) == 0
-
-
-def test_numpy_wakes_no_threads_that_take_processors_from_steps(checkpoint: Path, default_model_dir: Path) -> None:
-    with threadpool_limits(limits=2, user_api="blas"):
-        make_engine(checkpoint, default_model_dir)
-        blas = [library for library in threadpool_info() if library["user_api"] == "blas"]
-        assert [library["num_threads"] for library in blas] == [1]
 
 
 def test_an_uncached_adapter_is_an_error_and_never_the_base_model(engine: Engine) -> None:

@@ -67,7 +67,9 @@ class World:
         self.now_s = 0.0
         waits = PromptWaits(max_wait_s, lambda: self.now_s)
         self.accounts = Accounts()
-        self.scheduler = Scheduler(self.blocks, self.loras.memory, max_num_seqs, budget, self.pace, self.accounts, waits)
+        self.scheduler = Scheduler(
+            self.blocks, self.loras.memory, max_num_seqs, budget, self.pace, self.accounts, waits
+        )
         self.budget = budget
         self.runs_ahead = runs_ahead
         self.in_flight: list[ScheduledSequence] = []
