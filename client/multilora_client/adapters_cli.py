@@ -15,12 +15,12 @@ from rich.text import Text
 
 from multilora_client.client import DEFAULT_URL, Client
 from multilora_client.errors import InvalidRequest
-from multilora_client.sizing import choose_linears, read_layout, tier_bytes
+from multilora_client.sizing import choose_linears, read_layout, tier_bytes, token_rows_shape
 from multilora_client.terminal import Url, one_line_errors, print_table
 from multilora_client.tls import Tls
 from multilora_wire.adapter_event import AdapterEvent
 from multilora_wire.adapter_info import AdapterInfo
-from multilora_wire.layout import AdapterLayout, uniform_shape
+from multilora_wire.layout import AdapterLayout
 from multilora_wire.pieces import StoredDtype
 
 app = typer.Typer(help="See and steer the adapters of a running server.", no_args_is_help=True, rich_markup_mode=None)
@@ -164,9 +164,12 @@ def size(
     linears: Annotated[
         str | None,
         typer.Option(
-            help="Linears of every layer that they adapt, with commas between; all by default.", show_default=False
+            help="Linears of every layer that they adapt, embed_tokens and lm_head, with commas between; by default "
+            "all linears of layers.",
+            show_default=False,
         ),
     ] = None,
+    tokens: Annotated[int, typer.Option(min=0, help="Tokens with trained rows of each adapter.")] = 0,
     dora: Annotated[bool, typer.Option("--dora", help="They are DoRA adapters.")] = False,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Compute for this checkpoint instead of asking a server.", show_default=False)
@@ -190,7 +193,7 @@ def size(
         if rank > layout.max_rank:
             raise InvalidRequest(f"rank {rank} is more than max_lora_rank, {layout.max_rank}")
         modules = choose_linears(layout, linears) if linears else layout.sites.plain_modules
-        pages = uniform_shape(layout, rank, dora, modules).num_pages
+        pages = token_rows_shape(layout, rank, dora, modules, tokens).num_pages
     host_bytes, disk_bytes = tier_bytes(layout, num, pages)
     sizes = {
         "page_bytes": layout.page_bytes,

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from multilora_client.base_weights import MODEL_CONFIG_FILE
 from multilora_client.errors import InvalidRequest
-from multilora_wire.layout import AdapterLayout, adapter_layout, adapter_pages
+from multilora_wire.layout import AdapterLayout, PageShape, adapter_layout, adapter_pages
 from multilora_wire.pieces import StoredDtype
-from multilora_wire.sites import GATED_MLP, ModelSites, WireModule, decoder_sites
+from multilora_wire.sites import EMBEDDING_ROWS, GATED_MLP, ModelSites, WireModule, decoder_sites
 
 _PLAIN_MLPS: Mapping[str, tuple[str, ...]] = {"starcoder2": ("c_fc", "c_proj")}
 """Model types without a gate, and the names of their MLP's linears."""
+
+_TIED = frozenset({"cohere2", "gemma2", "gemma3_text", "smollm3", "starcoder2"})
+"""Model types whose embeddings and head are one matrix unless `config.json` says otherwise."""
 
 
 def read_layout(checkpoint: Path, max_rank: int, lora_dtype: StoredDtype) -> AdapterLayout:
@@ -45,18 +48,38 @@ def tier_bytes(layout: AdapterLayout, num_adapters: int, num_pages: int) -> tupl
 
 
 def linear_names(layout: AdapterLayout) -> list[str]:
-    """The last parts of the names of linears that adapters may change, such as `q_proj`, in the order of columns."""
-    return list(dict.fromkeys(_last_part(site.name) for site in layout.sites.sites))
+    """The last parts of the names of linears that adapters may change, such as `q_proj`, in the order of columns; then
+    the embeddings and the head.
+    """
+    return list(dict.fromkeys(_last_part(site.name) for site in layout.sites.all_sites))
 
 
 def choose_linears(layout: AdapterLayout, names: str) -> list[WireModule]:
-    """`q,v` or `q_proj,v_proj` -> the modules of these linears in every layer. Raises InvalidRequest."""
+    """`q,v,lm_head` or `q_proj,v_proj,lm_head` -> the modules of these linears in every layer, and the head.
+
+    Raises InvalidRequest.
+    """
     wanted, known = names.split(","), linear_names(layout)
     chosen = [name for name in known if name in wanted or name.removesuffix("_proj") in wanted]
     if len(chosen) != len(wanted):
         raise InvalidRequest(f"--linears is {names!r}; write some of {','.join(known)}, each once")
-    site_at = layout.sites.site_at
-    return [m for m in layout.sites.plain_modules if _last_part(site_at[m.parts[0].column].name) in chosen]
+    site_at, modules = layout.sites.site_at, (*layout.sites.plain_modules, *layout.sites.outer_modules)
+    return [m for m in modules if m.parts and _last_part(site_at[m.parts[0].column].name) in chosen]
+
+
+def token_rows_shape(
+    layout: AdapterLayout, rank: int, is_dora: bool, modules: Iterable[WireModule], num_tokens: int
+) -> PageShape:
+    """The pages of an adapter of one rank on `modules` that also has rows of tokens. Raises InvalidRequest."""
+    pieces = [piece for module in modules for piece in layout.pieces(module, rank, is_dora)]
+    if num_tokens:
+        row_modules = [module for module in layout.sites.outer_modules if module.module_id == EMBEDDING_ROWS]
+        if not row_modules:
+            raise InvalidRequest("the server does not tell the size of its vocabulary, which rows of tokens need")
+        if num_tokens > (vocab_size := row_modules[0].in_size):
+            raise InvalidRequest(f"--tokens is {num_tokens}, and the vocabulary has {vocab_size} tokens")
+        pieces += layout.pieces(row_modules[0], num_tokens, False)
+    return layout.place(pieces).shape
 
 
 def _last_part(site_name: str) -> str:
@@ -75,4 +98,6 @@ def _read_sites(config: Mapping[str, Any]) -> ModelSites:
         kv_size=(text.get("num_key_value_heads") or num_heads) * head_size,
         intermediate_size=text["intermediate_size"],
         mlp_linears=_PLAIN_MLPS.get(text.get("model_type", ""), GATED_MLP),
+        vocab_size=text.get("vocab_size", 0),
+        is_tied=text.get("tie_word_embeddings", text.get("model_type") in _TIED),
     )

@@ -28,9 +28,10 @@ PAGE_UNIT_BYTES = 4096
 def layout_version(lora_dtype: str) -> int:
     """Raised with every change of pieces or of their places.
 
-    1 counted offsets in elements and knew no spanning pieces; 3 has codes, and 2 still is the layout of floats.
+    1 counted offsets in elements and knew no spanning pieces; 2 (of floats) and 3 (of codes) knew no embeddings
+    and no head.
     """
-    return 3 if lora_dtype in CODE_BITS else 2
+    return 5 if lora_dtype in CODE_BITS else 4
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class AdapterLayout:
 
     @cached_property
     def largest_piece(self) -> Piece:
-        """The largest piece of a legal adapter."""
+        """The largest piece of the rows that `lora_config` can name."""
         pieces = chain.from_iterable(self.pieces(module, self.max_rank, True) for module in self.sites.modules)
         return max(pieces, key=lambda piece: piece.num_bytes)
 
@@ -191,6 +192,12 @@ def uniform_shape(
 def adapter_pages(layout: AdapterLayout, rank: int, is_dora: bool = False) -> int:
     """How many pages `uniform_shape` has, on every site of the model."""
     return uniform_shape(layout, rank, is_dora).num_pages
+
+
+def whole_pages(layout: AdapterLayout, rank: int) -> int:
+    """How many pages an adapter of one rank on every linear, the embeddings and the head takes."""
+    outer = (module for module in layout.sites.outer_modules if module.kind != "rows")
+    return uniform_shape(layout, rank, modules=(*layout.sites.plain_modules, *outer)).num_pages
 
 
 def round_up(value: int, unit: int) -> int:

@@ -1,8 +1,11 @@
 """The stored form of one row of an adapter: its A, B and, for DoRA, its magnitude, each a *piece*. Sizes, no weights.
 
-Floats are stored one behind another. Codes of 8 bits (int8, fp8) and 4 bits (int4) have scales among them, and B of a
-module of several sites is stored site by site: `multilora_kernels.adapter_codes` says how. Magnitudes of adapters of
-codes are float32.
+Floats are stored one after another. Codes of 8 bits (int8, fp8) and 4 bits (int4) have scales among them, and B of a
+module of several sites is stored site by site: `multilora_kernels.adapter_codes` says how. Magnitudes and rows
+of tokens of adapters of codes are float32.
+
+Of embeddings A is stored as `[vocabulary, rank]`, so that the values of a token are neighbours: codes as those of a B.
+Rows of tokens are two pieces: the ids, int32 and ascending, and the rows `[ids, hidden size]`.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ CODE_BITS = {"int8": 8, "fp8": 8, "int4": 4}
 """Bits of a code, by the dtypes that store codes."""
 
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_MAGNITUDE_BYTES = 4
+_FLOAT_BYTES = 4
+_ID_BYTES = 4
 
 _LANES = 16
 _SCALE_BYTES = 2 * _LANES
@@ -35,7 +39,13 @@ class Piece:
 
 
 def stored_pieces(module: WireModule, rank: int, is_dora: bool, dtype: str) -> list[Piece]:
-    """A, B and, for DoRA, the magnitude of one row. Raises KeyError for a dtype that is none of `StoredDtype`."""
+    """A, B and, for DoRA, the magnitude of one row; or ids and rows of `rank` tokens.
+
+    Raises KeyError for a dtype that is none of `StoredDtype`.
+    """
+    if module.kind == "rows":
+        size = rank * module.out_size
+        return [Piece(rank, rank * _ID_BYTES), Piece(size, size * magnitude_itemsize(dtype))]
     a, b = rank * module.in_size, rank * module.out_size
     pieces = [Piece(a, _a_bytes(module, rank, dtype)), Piece(b, part_offset(module, len(module.parts), rank, dtype))]
     return pieces + ([Piece(module.out_size, module.out_size * magnitude_itemsize(dtype))] if is_dora else [])
@@ -56,8 +66,8 @@ def part_bounds(module: WireModule) -> list[int]:
 
 
 def magnitude_itemsize(dtype: str) -> int:
-    """Bytes of a value of a magnitude."""
-    return _MAGNITUDE_BYTES if dtype in CODE_BITS else _ITEMSIZES[dtype]
+    """Bytes of a value of a magnitude, or of a row of a token."""
+    return _FLOAT_BYTES if dtype in CODE_BITS else _ITEMSIZES[dtype]
 
 
 def element_bytes(dtype: str) -> int:
@@ -67,6 +77,8 @@ def element_bytes(dtype: str) -> int:
 
 def _a_bytes(module: WireModule, rank: int, dtype: str) -> int:
     bits = CODE_BITS.get(dtype)
+    if bits and module.kind == "embedding":
+        return -(-module.in_size // _LANES) * _panel_bytes(rank, bits)
     if bits == 8:
         return -(-4 * rank // 64) * 64 + rank * module.in_size
     if bits == 4:

@@ -3,9 +3,10 @@ attention over a paged cache.
 
 Public: `LoRATables` (where every adapter's weights lie), `LoRASegments` and `lora_segments` (which tokens belong to
 which adapter, built once per step), `lora_shrink` and `lora_expand` (one call each per fused linear), `lora_apply`
-(both in one), `lora_linear` (the base linear with them); `PackedWeight`, `packed_linear` and `packed_embedding` (the
-base model's weights and their use), `activation_dtype` (of their inputs), `HugePages` (where they lie) and
-`MemoryAhead` (takes that memory ahead of its use); `QuantizedWeight` of a `CodeType`, `quantized_linear`,
+(both in one), `lora_linear` (the base linear with them), `lora_embedding` (the first half for embeddings);
+`TokenRowTables` of `TokenRows` (an adapter's own rows of embeddings and head); `PackedWeight`, `packed_linear` and
+`packed_embedding` (the base model's weights and their use), `activation_dtype` (of their inputs), `HugePages` (where
+they lie) and `MemoryAhead` (takes that memory ahead of its use); `QuantizedWeight` of a `CodeType`, `quantized_linear`,
 `quantized_lora_linear` and `quantized_embedding` (the same for weights of 4 and 8 bits); `paged_attention` over
 `PagedSequences` with `AttentionOptions` where `has_paged_attention`, and `rotary_attention` (with the steps before it),
 by `rotary_angles`; `store_rows` (alone); `kv_row_size`, `kv_head_dim` and `load_rows` (of the cache, which may be in
@@ -19,6 +20,7 @@ of the last call's).
 Every operator has its file here, with checks and shapes:
 lora_linear, apply, shrink, expand         a linear with its LoRA update, and the update's two halves
   parts                                    the shape of the GPU's first half
+embedding, token_rows                      LoRA on embeddings; an adapter's own rows of embeddings and head
   lora_segments, segments, tables          tokens sorted by adapter; where the weights of adapters lie
   adapter_codes, adapter_quantization      adapters stored as codes
 linear, quantized                          linears of floats, and of codes
@@ -55,6 +57,7 @@ from multilora_kernels.decoder_layers import (
     decoder_logits,
 )
 from multilora_kernels.elementwise import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, silu_mul
+from multilora_kernels.embedding import lora_embedding
 from multilora_kernels.expand import lora_expand
 from multilora_kernels.huge_pages import HugePages
 from multilora_kernels.kv_rows import kv_head_dim, kv_row_size, load_rows, store_rows
@@ -76,6 +79,7 @@ from multilora_kernels.segments import LoRASegments
 from multilora_kernels.shrink import lora_shrink
 from multilora_kernels.step_inputs import StepInputs, fill_step_inputs
 from multilora_kernels.tables import LoRATables
+from multilora_kernels.token_rows import TokenRows, TokenRowTables
 
 __all__ = [
     "LARGEST_LOGIT",
@@ -95,6 +99,8 @@ __all__ = [
     "QuantizedWeight",
     "SamplingRule",
     "StepInputs",
+    "TokenRowTables",
+    "TokenRows",
     "activation_dtype",
     "add_layer_norm",
     "add_rms_norm",
@@ -111,6 +117,7 @@ __all__ = [
     "load_cpu_kernels",
     "load_rows",
     "lora_apply",
+    "lora_embedding",
     "lora_expand",
     "lora_linear",
     "lora_segments",

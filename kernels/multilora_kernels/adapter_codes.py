@@ -87,6 +87,35 @@ def dequantize_b(stored: torch.Tensor, out_features: int, rank: int, arena: torc
     return columns.mT.reshape(panels * LANES, rank)[:out_features]
 
 
+def gather_b(
+    arena: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor, ranks: torch.Tensor, max_rank: int
+) -> torch.Tensor:
+    """A row of each of some Bs, [n, max_rank] float32; columns from a B's rank up are undefined.
+
+    arena: [num_elements]. offsets, rows, ranks: [n] int64: the places of the Bs in the arena, the row of each that is
+    wanted, and their ranks. PyTorch on the device of the arena, which it does not wait for.
+    """
+    stored, columns = arena.view(torch.uint8), torch.arange(max_rank, device=arena.device)
+    panels, lanes, last = rows // LANES, (rows % LANES)[:, None], arena.numel() - 1
+    if CODE_BITS[arena.dtype] == 8:
+        starts = (offsets + panels * (SCALE_BYTES + LANES * ranks))[:, None]
+        codes = stored[(starts + SCALE_BYTES + LANES * columns + lanes).clamp_(max=last)].view(arena.dtype).float()
+        return codes * _scales(stored, starts + 2 * lanes)
+    whole, rest = ranks // BLOCK_COLUMNS, ranks % BLOCK_COLUMNS
+    rest_bytes = torch.where(rest > 0, SCALE_BYTES + LANES * ((rest + 1) // 2), 0)
+    starts = (offsets + panels * (whole * _block_bytes(BLOCK_COLUMNS) + rest_bytes))[:, None]
+    blocks = starts + columns // BLOCK_COLUMNS * _block_bytes(BLOCK_COLUMNS)
+    inner = columns % BLOCK_COLUMNS
+    pairs = stored[(blocks + SCALE_BYTES + inner // 2 * LANES + lanes).clamp_(max=last)]
+    codes = torch.where(inner % 2 == 0, pairs << 4, pairs & 0xF0).view(torch.int8) // 16
+    return codes * _scales(stored, (blocks + 2 * lanes).clamp_(max=last - 1))
+
+
+def _scales(stored: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The scales, float32, that begin at these bytes."""
+    return torch.stack((stored[places], stored[places + 1]), dim=-1).view(torch.bfloat16).squeeze(-1).float()
+
+
 def _unpack_blocks(stored: torch.Tensor, panels: int, columns: int) -> torch.Tensor:
     """[panels, columns, 16], float32."""
     block = _block_bytes(BLOCK_COLUMNS)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from multilora_client import InvalidRequest
-from multilora_client.sizing import choose_linears, linear_names, read_layout
+from multilora_client.sizing import choose_linears, linear_names, read_layout, token_rows_shape
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
+from multilora_engine.models.registry import FAMILIES
 from multilora_wire.pieces import StoredDtype
 
 LLAMA: dict[str, Any] = {
@@ -30,6 +31,17 @@ def write_config(directory: Path, config: dict[str, Any]) -> Path:
     return directory
 
 
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "smollm3", "cohere2", "starcoder2"])
+def test_heads_are_tied_by_default_where_they_are_in_the_engine(tmp_path: Path, model_type: str) -> None:
+    name = next(name for name, family in FAMILIES.items() if family.model_type == model_type)
+    for changes, is_tied in (({}, True), ({"tie_word_embeddings": False}, False)):
+        write_config(tmp_path, LLAMA | {"architectures": [name], "model_type": model_type, "head_dim": 32} | changes)
+        layout = read_layout(tmp_path, 64, "float32")
+        assert layout == checkpoint_layout(tmp_path, 64, "float32")
+        assert layout.sites.outer is not None
+        assert layout.sites.outer.is_tied == is_tied
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"head_dim": 48}, {"intermediate_size": 4001}, {"hidden_size": 4096}, {"num_key_value_heads": 4}]
 )
@@ -44,9 +56,32 @@ def test_a_text_part_within_a_model_of_several_kinds_of_input_is_read(tmp_path: 
     assert read_layout(write_config(tmp_path, {"text_config": LLAMA}), 64, "float32") == alone
 
 
+OUTER = ["embed_tokens", "lm_head"]
+
+
+def test_embeddings_head_and_rows_of_tokens_count_by_their_values(tmp_path: Path) -> None:
+    layout = read_layout(write_config(tmp_path, LLAMA | {"vocab_size": 30000}), 64, "float32")
+    modules = choose_linears(layout, "q,lm_head,embed_tokens")
+    assert [module.name for module in modules] == ["attn_q"] * 3 + ["lm_head", "embed_tokens"]
+    plain = layout.place(p for m in modules[:3] for p in layout.pieces(m, 16, False)).shape.num_pages
+    outer = token_rows_shape(layout, 16, False, modules, 0).num_pages
+    whole = token_rows_shape(layout, 16, False, modules, 9000).num_pages
+    for pages, num_values in ((outer - plain, 2 * 16 * (30000 + 128)), (whole - outer, 9000 * (128 + 1))):
+        assert abs(pages * layout.page_bytes - 4 * num_values) <= 2 * layout.page_bytes
+
+
+def test_rows_of_tokens_need_a_vocabulary(tmp_path: Path) -> None:
+    layout = read_layout(write_config(tmp_path, LLAMA | {"vocab_size": 0}), 64, "float32")
+    with pytest.raises(InvalidRequest, match="does not tell the size of its vocabulary"):
+        token_rows_shape(layout, 16, False, layout.sites.plain_modules, 1)
+    layout = read_layout(write_config(tmp_path, LLAMA), 64, "float32")
+    with pytest.raises(InvalidRequest, match="--tokens is 101, and the vocabulary has 100 tokens"):
+        token_rows_shape(layout, 16, False, layout.sites.plain_modules, 101)
+
+
 def test_a_plain_mlp_has_linears_of_its_own(tmp_path: Path) -> None:
     layout = read_layout(write_config(tmp_path, LLAMA | {"model_type": "starcoder2"}), 64, "float32")
-    assert linear_names(layout) == ["q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"]
+    assert linear_names(layout) == ["q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj", *OUTER]
     assert [module.module_id for module in choose_linears(layout, "c_fc,c_proj")] == [5, 6] * 3
 
 

@@ -23,6 +23,7 @@ from support.parity import (
     build_engine,
     requests_for,
     tiny_prompts,
+    use_padded_steps,
 )
 from transformers import (
     AutoModelForCausalLM,
@@ -59,17 +60,13 @@ from transformers import (
 )
 
 from checkpoints.tiny_llama import save_tiny_llama
-from multilora_engine.batch.forward_batch import ForwardBatch, KVCache
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
-from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, graph_sizes
-from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.lora.format import TORCH_DTYPES
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.models import attention
 from multilora_engine.request import GenerationRequest, SamplingParams
 
-CPU = torch.device("cpu")
 LOGITS_TOLERANCE = 3e-3
 """Of logits of 30. Both sides are float32: behind the strongest of the random adapters ours are 9e-4 from float64, and
 PEFT's 1.2e-3."""
@@ -143,32 +140,6 @@ def test_steps_padded_as_for_cuda_graphs_answer_as_peft_does(
     base = [GenerationRequest(r.request_id, r.prompt_token_ids, r.sampling) for r in requests[:3]]
     assert_greedy(oracle, base, run_all(engine, base))
     assert {9, 3} <= set(replays)
-
-
-def use_padded_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Compute decode steps through `DecodeGraphs` whose graphs are plain functions; the sequences of each such step.
-
-    The cache starts as NaN, that of the padding too.
-    """
-    runner, block_size = engine._runner, engine._blocks.block_size
-    num_blocks = engine._blocks.num_blocks
-    keys = runner._kv_cache.keys
-    cache = KVCache(*(torch.full((len(keys), (num_blocks + 1) * block_size, *keys.shape[2:]), torch.nan) for _ in "kv"))
-    sizes = graph_sizes(11)
-    tables, model = engine.loras.device.tables, runner._model
-    inputs = DecodeInputs(sizes[-1], 512 // block_size, block_size, num_blocks, tables)
-    graphs = DecodeGraphs(
-        lambda batch: model.forward(batch, cache), inputs, sizes, model.config.vocab_size, CPU, lambda run: run
-    )
-    replays: list[int] = []
-
-    def run(batch: ForwardBatch) -> torch.Tensor:
-        replays.append(len(batch.query_lens))
-        return DecodeGraphs.run(graphs, batch)
-
-    monkeypatch.setattr(graphs, "run", run)
-    engine._runner = ModelRunner(model, cache, block_size, runner._loras, graphs)
-    return replays
 
 
 def test_tiny_models_answer_as_peft_does_in_a_mixed_batch(tiny: tuple[Oracle, Path], default_model_dir: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel
 
 from multilora_client.convert import convert_peft
 from multilora_engine.lora.format import pack_adapter
@@ -48,7 +49,10 @@ class Oracle:
 
     def add_random(self, name: str, rank: int, target_modules: list[str], seed: int, **options: Any) -> None:
         """An adapter of random numbers, large enough to change every greedy answer."""
-        config = LoraConfig(r=rank, lora_alpha=rank, target_modules=target_modules, **options)
+        self.add(name, LoraConfig(r=rank, lora_alpha=rank, target_modules=target_modules, **options), seed)
+
+    def add(self, name: str, config: PeftConfig, seed: int) -> None:
+        """An adapter of random numbers of any kind."""
         if self._model is None:
             self._model = PeftModel(self._base, config, adapter_name=name)
         else:
@@ -61,6 +65,13 @@ class Oracle:
                 parameter.data = torch.randn(parameter.shape, generator=generator) * 0.08
             if f".lora_magnitude_vector.{name}." in key:
                 parameter.data *= torch.rand(parameter.shape, generator=generator) + 0.5
+            if f".lora_embedding_A.{name}" in key or f".lora_embedding_B.{name}" in key:
+                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.4
+            if f".trainable_tokens_delta.{name}" in key:
+                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+            if f".modules_to_save.{name}." in key:
+                places = torch.randperm(len(parameter), generator=generator)[:: len(parameter) // 20]
+                parameter.data[places] = torch.randn(len(places), parameter.shape[1], generator=generator) * 0.3
         self._model.save_pretrained(str(self._directory), selected_adapters=[name])
         self.adapters[name] = self._directory / name
 
@@ -87,6 +98,35 @@ class Oracle:
         else:
             self._model.set_adapter(adapter)
             yield self._model
+
+
+class Oracles:
+    """As `Oracle`, with a copy of the model for each adapter: PEFT lets no two of some kinds share a model."""
+
+    def __init__(self, model: torch.nn.Module, directory: Path) -> None:
+        self._model, self._directory = model.eval(), directory
+        self._of: dict[str | None, Oracle] = {}
+        self.adapters: dict[str, Path] = {}
+
+    def add(self, name: str, config: PeftConfig, seed: int) -> None:
+        """An adapter of random numbers of any kind."""
+        oracle = Oracle(copy.deepcopy(self._model), self._directory)
+        oracle.add(name, config, seed)
+        self._of[name] = self._of[None] = oracle
+        self.adapters[name] = oracle.adapters[name]
+
+    def logits(self, adapter: str | None, prompt: list[int], answer: list[int]) -> torch.Tensor:
+        """See `Oracle.logits`."""
+        return self._of[adapter].logits(adapter, prompt, answer)
+
+    def generate(self, adapter: str | None, prompt: list[int], **options: Any) -> Any:
+        """See `Oracle.generate`."""
+        return self._of[adapter].generate(adapter, prompt, **options)
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The base model's."""
+        return self._model.state_dict()
 
 
 def packed(directory: Path, layout: AdapterLayout, base_model: Path | None = None) -> PackedAdapter:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from itertools import cycle, islice
 from pathlib import Path
 
+import pytest
 import torch
 
+from multilora_engine.batch.forward_batch import ForwardBatch, KVCache
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
+from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, graph_sizes
+from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.request import GenerationRequest, SamplingParams
 from support.engines import Answer, run_all
@@ -127,3 +131,34 @@ def tiny_prompts(count: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
     lengths = [1, 2, 15, 16, 17, 33, 70]
     return [torch.randint(0, 311, (lengths[i % 7],), generator=generator).tolist() for i in range(count)]
+
+
+def use_padded_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Compute decode steps through `DecodeGraphs` whose graphs are plain functions; the sequences of each such step.
+
+    The cache starts as NaN, that of the padding too.
+    """
+    runner, block_size = engine._runner, engine._blocks.block_size
+    num_blocks = engine._blocks.num_blocks
+    keys = runner._kv_cache.keys
+    cache = KVCache(*(torch.full((len(keys), (num_blocks + 1) * block_size, *keys.shape[2:]), torch.nan) for _ in "kv"))
+    sizes = graph_sizes(11)
+    tables, model = engine.loras.device.tables, runner._model
+    inputs = DecodeInputs(sizes[-1], 512 // block_size, block_size, num_blocks, tables)
+    graphs = DecodeGraphs(
+        lambda batch: model.forward(batch, cache),
+        inputs,
+        sizes,
+        model.config.vocab_size,
+        torch.device("cpu"),
+        lambda run: run,
+    )
+    replays: list[int] = []
+
+    def run(batch: ForwardBatch) -> torch.Tensor:
+        replays.append(len(batch.query_lens))
+        return DecodeGraphs.run(graphs, batch)
+
+    monkeypatch.setattr(graphs, "run", run)
+    engine._runner = ModelRunner(model, cache, block_size, runner._loras, graphs)
+    return replays

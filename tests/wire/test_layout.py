@@ -102,6 +102,6 @@ def test_models_with_different_sites_have_different_fingerprints() -> None:
 @pytest.mark.parametrize("name", SITES)
 def test_codes_take_a_half_and_a_third_of_bfloat16s_bytes(name: str, dtype: str, share: float) -> None:
     layouts = [adapter_layout(SITES[name], 64, stored) for stored in (dtype, "bfloat16")]
-    assert [layout.version for layout in layouts] == [3, 2]
+    assert [layout.version for layout in layouts] == [5, 4]
     codes, floats = (adapter_pages(layout, 16) * layout.page_bytes for layout in layouts)
     assert codes <= share * floats

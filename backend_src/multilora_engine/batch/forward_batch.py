@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from multilora_kernels import LoRASegments, LoRATables, lora_segments
+from multilora_kernels import LoRASegments, LoRATables, TokenRowTables, lora_segments
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,38 @@ class LoRABatch:
 
 
 @dataclass(frozen=True)
+class OuterParts:
+    """The parts of a step's adapters outside the layers: at least one of them is there.
+
+    embedding_rows, head_rows: rows of tokens; None where no adapter of the step has any.
+    has_embedding_lora, has_head_lora: whether an adapter of the step has a rank there.
+    """
+
+    embedding_rows: TokenRowTables | None
+    head_rows: TokenRowTables | None
+    has_embedding_lora: bool
+    has_head_lora: bool
+
+    @property
+    def changes_embeddings(self) -> bool:
+        return self.embedding_rows is not None or self.has_embedding_lora
+
+    @property
+    def changes_head(self) -> bool:
+        return self.head_rows is not None or self.has_head_lora
+
+
+@dataclass(frozen=True)
 class TokenLoRAs:
-    """The adapters of one step. mapping: [num_tokens] int64, each token's row in the tables, -1 for the base model."""
+    """The adapters of one step.
+
+    mapping: [num_tokens] int64, each token's row in the tables, -1 for the base model.
+    outer: None where the step's adapters change linears of layers alone.
+    """
 
     tables: LoRATables
     mapping: torch.Tensor
+    outer: OuterParts | None = None
 
     def batched(self) -> LoRABatch:
         """Computed on the device, so that a CUDA graph does it for the values that `mapping` holds by then."""
@@ -65,6 +92,11 @@ class ForwardBatch:
     logits_indices: torch.Tensor
     block_size: int
     lora: TokenLoRAs | None = None
+
+    @property
+    def outer(self) -> OuterParts | None:
+        """The parts of the step's adapters outside the layers."""
+        return None if self.lora is None else self.lora.outer
 
     @property
     def wants_all_rows(self) -> bool:

@@ -74,7 +74,7 @@ class FleetCatalogue:
         self._locks: KeyedLocks[int] = KeyedLocks()
         self._without_card: dict[TaskId, Upload] = {}
         self._seen: frozenset[int] = frozenset()  # the reachable workers, when they were last counted
-        self._module_names = {module.module_id: module.name for module in layout.sites.modules}
+        self._module_names = layout.sites.part_names
 
     async def take_piece(self, upload: Upload, offset: int, piece: bytes) -> Upload | None:
         """Take the next bytes of an upload. Returns the complete upload as all workers know it, None before.
@@ -246,7 +246,7 @@ class FleetCatalogue:
 
     def _card_of(self, upload: Upload) -> AdapterCard:
         rows = upload.header.rows
-        ranks = tuple(sorted({row.rank for row in rows}))
+        ranks = tuple(sorted({row.rank for row in rows if not row.is_tokens}))
         modules = tuple(self._module_names[module_id] for module_id in sorted({row.module_id for row in rows}))
         return AdapterCard(upload.name, upload.header.digest, ranks, modules)
 

@@ -70,8 +70,7 @@ class FleetCalls:
         self._adapters = adapters
         self._catalogue = catalogue
         self._description = description
-        modules = description.info.adapter_layout.sites.modules
-        self._module_names = {module.module_id: module.name for module in modules}
+        self._module_names = description.info.adapter_layout.sites.part_names
 
     async def answer(self, message: ToWorker, call_id: str) -> AsyncGenerator[FromWorker, None]:
         """The answers to a message; an error is the last one."""

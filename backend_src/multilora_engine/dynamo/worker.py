@@ -98,7 +98,7 @@ class DynamoWorker(LLMEngine):
         """Publish the sources' adapters, while requests for the base model are served already."""
         engine, layout = on_device(self._options.engine, self._info.device), self._info.adapter_layout
         cards = AdapterCards(endpoint, str(engine.model_path), engine.block_size, engine.lora.max_loras)
-        names = {module.module_id: module.name for module in layout.sites.modules}
+        names = layout.sites.part_names
         workers = Workers(await endpoint.client(), Context, endpoint.connection_id())
         self._adapters = FleetAdapters(self._operator, cards, self._options.model_name, names)
         reader = SourceReader(engine, layout)

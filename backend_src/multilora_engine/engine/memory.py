@@ -16,7 +16,7 @@ from multilora_engine.device_defaults import LEAST_HOST_TIER_BYTES
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.kv_groups import kv_groups
 from multilora_engine.models.model_config import ModelConfig
-from multilora_wire.layout import AdapterLayout, adapter_pages
+from multilora_wire.layout import AdapterLayout, adapter_pages, whole_pages
 
 _PROC = Path("/proc")
 _GROUPS = Path("/sys/fs/cgroup")
@@ -160,25 +160,30 @@ def divide_gpu(
 
 
 def _adapters_of_a_step(config: EngineConfig, layout: AdapterLayout) -> tuple[int, str]:
-    """Bytes of as many adapters of a usual rank as may share a step, or of the largest one that is accepted if that
-    takes more; and a sentence about it.
+    """Bytes of as many adapters of a usual rank as may share a step, or of one of that rank with embeddings and head,
+    or of the largest rank that is accepted, whichever takes most; and a sentence about it.
     """
     rank = min(_USUAL_RANK, layout.max_rank)
     usual = config.lora.max_loras * adapter_pages(layout, rank)
     largest = adapter_pages(layout, layout.max_rank, is_dora=True)
+    whole = whole_pages(layout, rank)
     meaning = f"{config.lora.max_loras} adapters of rank {rank}, which may share a step,"
-    if largest > usual:
+    if whole > usual:
+        meaning = f"an adapter of rank {rank} with embeddings and head"
+    if largest > max(usual, whole):
         meaning = f"the largest adapter, of rank {layout.max_rank},"
-    num_bytes = max(usual, largest) * layout.page_bytes
+    num_bytes = max(usual, whole, largest) * layout.page_bytes
     return num_bytes, f"{meaning} take {num_bytes / _GIB:.2f} GiB"
 
 
 def _host_tier_bytes(config: EngineConfig, layout: AdapterLayout, device: torch.device) -> int:
-    """A GPU's host tier has room for waiting requests' adapters beside those of a step."""
+    """A GPU's host tier has room for waiting requests' adapters beside those of a step; a CPU's for one adapter with
+    embeddings and head.
+    """
     if config.lora.lora_cache_host_memory_bytes:
         return int(config.lora.lora_cache_host_memory_bytes)
     if device.type == "cpu":
-        return LEAST_HOST_TIER_BYTES
+        return max(LEAST_HOST_TIER_BYTES, whole_pages(layout, min(_USUAL_RANK, layout.max_rank)) * layout.page_bytes)
     num_bytes, _ = _adapters_of_a_step(config, layout)
     return max(LEAST_HOST_TIER_BYTES, 2 * num_bytes)
 
@@ -293,8 +298,17 @@ def _report(plan: MemoryPlan, config: EngineConfig, layout: AdapterLayout, devic
             if rank <= layout.max_rank
         )
         _logger.info(
-            "%s tier: %.2f GiB, adapters on all linear layers that fit: %s",
+            "%s tier: %.2f GiB, adapters on all linear layers that fit: %s; the largest that fits with embeddings and "
+            "head: %s",
             tier,
             num_pages * layout.page_bytes / _GIB,
             fits,
+            _largest_whole(layout, num_pages),
         )
+
+
+def _largest_whole(layout: AdapterLayout, num_pages: int) -> str:
+    """The largest adapter on all linears, embeddings and head that some pages hold, in words."""
+    ranks = (rank for rank in range(layout.max_rank, 0, -1) if whole_pages(layout, rank) <= num_pages)
+    rank = next(ranks, None)
+    return "none" if rank is None else f"one of rank {rank}"

@@ -147,9 +147,12 @@ class DecodeGraphs:
         return self._sizes
 
     def serves(self, batch: ForwardBatch) -> bool:
-        """Whether a batch is a decode step: one token of each of not too many answers, and no more rows wanted."""
+        """Whether a batch is a decode step: one token of each of not too many answers, and no more rows wanted.
+
+        Graphs know nothing of adapters that change embeddings or head.
+        """
         n = len(batch.query_lens)
-        return n == batch.num_decodes <= self._sizes[-1] and len(batch.logits_indices) <= n
+        return batch.outer is None and n == batch.num_decodes <= self._sizes[-1] and len(batch.logits_indices) <= n
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch) -> torch.Tensor:

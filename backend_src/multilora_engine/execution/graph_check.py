@@ -52,7 +52,7 @@ def check_pieces(graphs: PiecewiseGraphs, model: Model, kv_cache: KVCache, table
         num_tokens = size if tokens_of == 1 else max(1, size - 1)
         batch = _prompts(num_tokens, tokens_of, tables, block_size, model.config.vocab_size, has_adapters)
         expected = model.forward(batch, kv_cache)
-        actual = model.logits(graphs.run(batch), batch.logits_indices)
+        actual = model.logits(graphs.run(batch), batch.logits_indices, batch.lora)
         _compare(actual, expected, model.dtype, f"{size} tokens", has_adapters)
 
 

@@ -100,7 +100,7 @@ class ModelRunner:
             on_layer()
             return self._graphs.run(batch)
         if self._pieces is not None and self._pieces.serves(batch):
-            return self._model.logits(self._pieces.run(batch, on_layer), batch.logits_indices)
+            return self._model.logits(self._pieces.run(batch, on_layer), batch.logits_indices, batch.lora)
         return self._model.forward(batch, self._kv_cache, on_layer)
 
     def _forward_scored(
@@ -108,8 +108,8 @@ class ModelRunner:
     ) -> torch.Tensor:
         """`_forward` of a step that has to tell of prompts, too."""
         hidden_states = self._model.hidden_states(batch, self._kv_cache, on_layer)
-        score_prompts(step, lambda rows: self._model.logits(hidden_states, rows), self._device)
-        return self._model.logits(hidden_states, batch.logits_indices)
+        score_prompts(step, lambda rows: self._model.logits(hidden_states, rows, batch.lora), self._device)
+        return self._model.logits(hidden_states, batch.logits_indices, batch.lora)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: list[BlockCopy]) -> None:
@@ -157,7 +157,9 @@ class ModelRunner:
             context_lens=context_lens,
             num_decodes=sum(scheduled.is_decode for scheduled in step),
             block_size=block_size,
-            lora=None if lora_mapping is None else TokenLoRAs(self._loras.tables, lora_mapping),
+            lora=None
+            if lora_mapping is None
+            else TokenLoRAs(self._loras.tables, lora_mapping, self._loras.outer_parts(lora_indices)),
         )
 
     def _lora_indices(self, step: list[ScheduledSequence]) -> list[int]:

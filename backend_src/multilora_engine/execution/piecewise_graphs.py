@@ -82,8 +82,9 @@ class PiecewiseGraphs:
         return self._sizes
 
     def serves(self, batch: ForwardBatch) -> bool:
-        """Whether a batch has few enough tokens."""
-        return len(batch.input_ids) <= self._sizes[-1]
+        """Whether a batch has few enough tokens, and no adapter that changes embeddings, which the first piece has."""
+        changes_embeddings = batch.outer is not None and batch.outer.changes_embeddings
+        return not changes_embeddings and len(batch.input_ids) <= self._sizes[-1]
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, on_layer: Callable[[], None] = lambda: None) -> HiddenStates:

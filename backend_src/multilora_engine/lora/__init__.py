@@ -5,6 +5,7 @@ inventory, names                           the adapters of all tiers, described;
 adapter_state                              the states of a version of an adapter, and all steps between them
 arrivals, memory_tiers                     `LoRAManager`: which adapters come into memory and leave it; their users
 host_tier, device_tier, disk_tier          the tiers
+  outer_tables                             those parts as a step wants them
   free_pages, page_copies                  divide memory into pages, and fill them
   disk_traffic, adapter_file               reads and writes of files
 remote, sources/, preload                  adapters that come from elsewhere

@@ -10,15 +10,17 @@ from typing import Literal
 
 import torch
 
+from multilora_engine.batch.forward_batch import OuterParts
 from multilora_engine.batch.transfer import to_device
 from multilora_engine.errors import AdapterNotLoaded
 from multilora_engine.histogram import Histogram
 from multilora_engine.lora.adapter_state import CachedAdapter, Device
 from multilora_engine.lora.format import ARENA_DTYPES
 from multilora_engine.lora.free_pages import PagePool
-from multilora_engine.lora.layout import PackedRow
+from multilora_engine.lora.layout import PackedRow, module_of
 from multilora_engine.lora.life_cycle import OnEvent, TierStats, adapter_event, ignore_event
 from multilora_engine.lora.names import label_of
+from multilora_engine.lora.outer_tables import OuterTables, arena_bytes
 from multilora_engine.lora.page_copies import CopyPages, PageCopy, copies_to
 from multilora_kernels import LoRATables
 from multilora_wire.layout import AdapterLayout, PageShape
@@ -42,6 +44,7 @@ class TableRows:
             magnitude_offset=torch.full(shape, -1, dtype=torch.int64, device=device),
             max_rank=layout.max_rank,
         )
+        self._outer = OuterTables(layout, storage, count)
 
     def claim(self) -> int | None:
         """A free row, if there is one."""
@@ -49,9 +52,11 @@ class TableRows:
 
     def free(self, lora_index: int) -> None:
         self._free.append(lora_index)
+        self._outer.forget(lora_index)
 
     def write(self, index: int, rows: list[PackedRow], pages: list[int]) -> None:
         """Let a row address an adapter's matrices, which lie in `pages`."""
+        self._outer.write(index, rows, pages)
         entries = _table_entries(rows, pages, self._layout)
         columns, ranks, a_offsets, b_offsets, magnitude_offsets = to_device(entries, self.tables.rank.device)
         self.tables.rank[index] = 0
@@ -60,33 +65,28 @@ class TableRows:
         self.tables.b_offset[index, columns] = b_offsets
         self.tables.magnitude_offset[index, columns] = magnitude_offsets
 
+    def outer_parts(self, lora_indices: Iterable[int]) -> OuterParts | None:
+        """The parts outside the layers of the adapters in these rows; None where there are none."""
+        return self._outer.parts_of(lora_indices)
+
     def check_integrity(self, used: Iterable[int]) -> None:
         assert sorted([*used, *self._free]) == list(range(self.count)), "a lora_index is lost or shared"
 
 
 def _table_entries(rows: list[PackedRow], pages: list[int], layout: AdapterLayout) -> torch.Tensor:
     """int64 [5, num_sites]: column, rank, and the offsets of A, B and magnitude as elements of the whole arena."""
-    entries = []
+    entries: list[tuple[int, ...]] = []
     for row in rows:
-        a_offset = _arena_offset(row.a_offset, pages, layout)
-        b_offset = _arena_offset(row.b_offset, pages, layout)
-        magnitude_offset = _arena_offset(row.magnitude_offset, pages, layout) if row.is_dora else -1
+        a_offset = arena_bytes(row.a_offset, pages, layout) // layout.itemsize
+        b_offset = arena_bytes(row.b_offset, pages, layout) // layout.itemsize
+        magnitude_offset = arena_bytes(row.magnitude_offset, pages, layout) // layout.itemsize if row.is_dora else -1
         magnitude_elements = magnitude_itemsize(layout.lora_dtype) // layout.itemsize
-        module = layout.sites.module_at[row.layer, row.module_id]
+        module = module_of(row, layout)
         for index, part in enumerate(module.parts):
             b_part = b_offset + part_offset(module, index, row.rank, layout.lora_dtype) // layout.itemsize
             magnitude = magnitude_offset + part.start * magnitude_elements if row.is_dora else -1
             entries.append((part.column, row.rank, a_offset, b_part, magnitude))
-    return torch.tensor(entries, dtype=torch.int64).T.contiguous()
-
-
-def _arena_offset(offset: int, pages: list[int], layout: AdapterLayout) -> int:
-    """Turn bytes in the adapter's own pages into elements in the whole arena.
-
-    The pages of a piece that spans them are consecutive in the arena, too.
-    """
-    page, place = divmod(offset, layout.page_bytes)
-    return (pages[page] * layout.page_bytes + place) // layout.itemsize
+    return torch.tensor(entries, dtype=torch.int64).view(-1, 5).T.contiguous()
 
 
 class IdleAdapters:
@@ -195,6 +195,10 @@ class DeviceTier:
     @property
     def tables(self) -> LoRATables:
         return self._rows.tables
+
+    def outer_parts(self, lora_indices: Iterable[int]) -> OuterParts | None:
+        """The parts outside the layers of the adapters in these rows of `tables`; None where there are none."""
+        return self._rows.outer_parts(lora_indices)
 
     @property
     def is_shared(self) -> bool:

@@ -27,7 +27,7 @@ from blake3 import blake3
 from multilora_client.base_weights import BaseWeights
 from multilora_client.errors import AdapterError
 from multilora_engine.errors import InvalidRequest
-from multilora_engine.lora.layout import PackedAdapter, PackedRow
+from multilora_engine.lora.layout import PackedAdapter, PackedRow, module_of
 from multilora_engine.lora_config import ADAPTER_RANK_LIMIT
 from multilora_kernels.adapter_codes import LANES, a_header_bytes, panel_bytes
 from multilora_kernels.adapter_quantization import quantize_a, quantize_b
@@ -111,7 +111,7 @@ def _pack(rows: list[_Row], pieces_of: Callable[[_Row], Iterator[_Values]], layo
 
 def ranks_of(rows: Iterable[PackedRow]) -> tuple[int, ...]:
     """The different ranks, ascending."""
-    return tuple(sorted({row.rank for row in rows}))
+    return tuple(sorted({row.rank for row in rows if not row.is_tokens}))
 
 
 def any_dora(rows: Iterable[PackedRow]) -> bool:
@@ -124,9 +124,10 @@ def check_rows(rows: Sequence[PackedRow], num_pages: int, layout: AdapterLayout)
     if not rows:
         raise ValueError("there are no rows")
     for row in rows:
-        if (row.layer, row.module_id) not in layout.sites.module_at or not 1 <= row.rank <= layout.max_rank:
+        is_known = (row.layer, row.module_id) in layout.sites.module_at
+        if not is_known or not 1 <= row.rank <= _largest_rank(row, layout) or (row.is_tokens and row.is_dora):
             raise ValueError(f"{row} does not fit the model")
-        if names := _ruled_out(layout.sites.module_at[row.layer, row.module_id], layout):
+        if names := _ruled_out(module_of(row, layout), layout):
             raise ValueError(f"{row} adapts {names}, which the checkpoint rules out")
     placement = layout.place(piece for row in rows for piece in _pieces_of(row, layout))
     offsets = iter(placement.offsets)
@@ -137,8 +138,13 @@ def check_rows(rows: Sequence[PackedRow], num_pages: int, layout: AdapterLayout)
         raise ValueError(f"the rows take {len(placement.fill)} pages, not {num_pages}")
 
 
+def _largest_rank(row: PackedRow, layout: AdapterLayout) -> int:
+    """Of rows of tokens the largest number: all tokens."""
+    return module_of(row, layout).in_size if row.is_tokens else layout.max_rank
+
+
 def _pieces_of(row: PackedRow, layout: AdapterLayout) -> list[Piece]:
-    return layout.pieces(layout.sites.module_at[row.layer, row.module_id], row.rank, row.is_dora)
+    return layout.pieces(module_of(row, layout), row.rank, row.is_dora)
 
 
 @dataclass(frozen=True)

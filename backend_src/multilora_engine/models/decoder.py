@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from multilora_engine.batch.forward_batch import ForwardBatch, KVCache, LoRABatch
+from multilora_engine.batch.forward_batch import ForwardBatch, KVCache, LoRABatch, TokenLoRAs
 from multilora_engine.models.attention import AttentionPlan, attention_plan
 from multilora_engine.models.builder import Builder
 from multilora_engine.models.kv_groups import KVGroup, kv_groups
@@ -29,7 +29,17 @@ from multilora_engine.models.weights import (
     WeightFormat,
     WeightSwitch,
 )
-from multilora_kernels import LayerStep, PackedDecoder, PackedHead, decoder_layers, decoder_logits
+from multilora_kernels import (
+    LayerStep,
+    PackedDecoder,
+    PackedHead,
+    decoder_layers,
+    decoder_logits,
+    lora_apply,
+    lora_embedding,
+    lora_expand,
+    lora_segments,
+)
 from multilora_wire.sites import GATED_MLP, ModelSites, decoder_sites
 
 EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
@@ -110,13 +120,15 @@ class Decoder:
     def forward(
         self, batch: ForwardBatch, kv_cache: KVCache, on_layer: Callable[[], None] = lambda: None
     ) -> torch.Tensor:
-        x, inputs = self._embedded(batch), self._inputs(batch)
-        if inputs.layer_steps and (decoder := self._packed()).has_head:
+        inputs = self._inputs(batch)
+        x = self._embedded(batch, inputs.lora)
+        has_own_head = batch.outer is not None and batch.outer.changes_head
+        if inputs.layer_steps and not has_own_head and (decoder := self._packed()).has_head:
             rows = None if batch.wants_all_rows else batch.logits_indices
             logits = decoder_logits(decoder, inputs.layer_steps, (kv_cache.keys, kv_cache.values), x, rows, on_layer)
             if logits is not None:
                 return self._finished(logits)
-        return self.logits(self._run_layers(x, kv_cache, inputs, on_layer), batch.logits_indices)
+        return self.logits(self._run_layers(x, kv_cache, inputs, on_layer), batch.logits_indices, batch.lora)
 
     def hidden_states(
         self,
@@ -128,19 +140,57 @@ class Decoder:
         inputs = (
             self._inputs(batch) if attend is None else LayerInputs({}, {}, _batched(batch), attend_elsewhere=attend)
         )
-        return self._run_layers(self._embedded(batch), kv_cache, inputs, on_layer)
+        return self._run_layers(self._embedded(batch, inputs.lora), kv_cache, inputs, on_layer)
 
     def attention_inputs(self, batch: ForwardBatch) -> LayerInputs:
         return LayerInputs(self._rotations(batch), self._plans(batch), None)
 
-    def logits(self, hidden_states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden_states: HiddenStates, rows: torch.Tensor, lora: TokenLoRAs | None) -> torch.Tensor:
         x, update = (tensor.index_select(0, rows) for tensor in hidden_states)
         normed, _ = self._norm.add(x, update)
-        return self._finished(self._lm_head.product(normed, None).float())
+        logits = self._lm_head.product(normed, None)
+        if lora is not None and lora.outer is not None and lora.outer.changes_head:
+            self._adapt_logits(logits, normed, lora, lora.mapping.index_select(0, rows))
+        return self._finished(logits.float())
 
-    def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
+    def _embedded(self, batch: ForwardBatch, lora: LoRABatch | None) -> torch.Tensor:
         x = self._embeddings.embed(batch.input_ids, self.activation_dtype)
+        if batch.outer is not None and batch.outer.changes_embeddings:
+            assert batch.lora is not None
+            assert lora is not None
+            x = self._adapted_embeddings(x, batch.input_ids, batch.lora, lora)
         return x if self.config.embedding_scale == 1.0 else x * self._embedding_scale
+
+    def _adapted_embeddings(
+        self, x: torch.Tensor, token_ids: torch.Tensor, loras: TokenLoRAs, lora: LoRABatch
+    ) -> torch.Tensor:
+        """x with each token's adapter: its own row in the place of the base's, then its LoRA on top."""
+        outer, sites = loras.outer, self.adapter_sites.outer
+        assert outer is not None
+        assert sites is not None
+        if outer.embedding_rows is not None:
+            x = outer.embedding_rows.replace_embeddings(x, token_ids, loras.mapping)
+        if outer.has_embedding_lora:
+            site = sites.embeddings
+            v = lora_embedding(token_ids, loras.mapping, lora.tables, site.column)
+            lora_expand(v, x, lora.tables, site.column, (site.out_size,), lora.segments)
+        return x
+
+    def _adapt_logits(
+        self, logits: torch.Tensor, normed: torch.Tensor, loras: TokenLoRAs, mapping: torch.Tensor
+    ) -> None:
+        """Change each row's logits in place: its adapter's own rows in the place of the base's, then its LoRA on top.
+
+        logits, normed: rows of the head's product and of its input. mapping: their adapters.
+        """
+        outer, sites = loras.outer, self.adapter_sites.outer
+        assert outer is not None
+        assert sites is not None
+        if outer.head_rows is not None:
+            outer.head_rows.replace_logits(logits, normed, mapping)
+        if outer.has_head_lora:
+            segments = lora_segments(mapping, max_loras=len(loras.tables.rank))
+            lora_apply(normed, logits, loras.tables, sites.head.column, (sites.head.out_size,), segments)
 
     def _finished(self, logits: torch.Tensor) -> torch.Tensor:
         """logits: the head's product, changed in place."""
@@ -237,7 +287,7 @@ def _batched(batch: ForwardBatch) -> LoRABatch | None:
 
 
 def sites_of(config: ModelConfig, architecture: Architecture) -> ModelSites:
-    """The linears that adapters may change, known without weights."""
+    """The linears, embeddings and head that adapters may change, known without weights."""
     return decoder_sites(
         config.num_layers,
         config.hidden_size,
@@ -245,4 +295,6 @@ def sites_of(config: ModelConfig, architecture: Architecture) -> ModelSites:
         config.kv_size,
         config.intermediate_size,
         architecture.mlp_linears,
+        config.vocab_size,
+        config.tie_word_embeddings,
     )

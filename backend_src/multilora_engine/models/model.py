@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from multilora_engine.batch.forward_batch import ForwardBatch, KVCache
+from multilora_engine.batch.forward_batch import ForwardBatch, KVCache, TokenLoRAs
 from multilora_engine.models.kv_groups import KVGroup
 from multilora_engine.models.layers import Attend, LayerInputs
 from multilora_engine.models.model_config import ModelConfig
@@ -37,7 +37,7 @@ class Model(Protocol):
 
     @property
     def adapter_sites(self) -> ModelSites:
-        """The linears that adapters may change."""
+        """The linears, embeddings and head that adapters may change."""
         ...
 
     @property
@@ -97,6 +97,6 @@ class Model(Protocol):
         """The part of a step's inputs that its attention takes, for `LayerInputs.attend`."""
         ...
 
-    def logits(self, hidden_states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
-        """float32 [len(rows), vocab_size]. rows: [any] int64."""
+    def logits(self, hidden_states: HiddenStates, rows: torch.Tensor, lora: TokenLoRAs | None) -> torch.Tensor:
+        """float32 [len(rows), vocab_size]. rows: [any] int64. lora: of the batch of `hidden_states`."""
         ...

@@ -81,7 +81,7 @@ def build_model(config: ModelConfig, weights: WeightFormat) -> Model:
 
 
 def adapter_sites(config: ModelConfig) -> ModelSites:
-    """The linears of a model that adapters may change, without the model."""
+    """The linears, embeddings and head of a model that adapters may change, without the model."""
     return sites_of(config, FAMILIES[config.architecture].architecture)
 
 

@@ -200,9 +200,9 @@ def test_the_logits_of_many_tokens_never_exist_at_once(
     num_rows: list[int] = []
     logits = Decoder.logits
 
-    def counted(model: Decoder, hidden_states: Any, rows: torch.Tensor) -> torch.Tensor:
+    def counted(model: Decoder, hidden_states: Any, rows: torch.Tensor, lora: Any) -> torch.Tensor:
         num_rows.append(len(rows))
-        return logits(model, hidden_states, rows)
+        return logits(model, hidden_states, rows, lora)
 
     monkeypatch.setattr(Decoder, "logits", counted)
     engine = make_engine(oracle, default_model_dir, max_num_batched_tokens=512)

@@ -182,7 +182,7 @@ def test_a_file_of_another_storage_type_is_no_adapter_here(stored: tuple[Path, P
     layout = json.loads(
         json.loads(path.read_bytes()[8:].split(b'"pages":', 1)[0].rstrip(b",") + b"}")["__metadata__"]["layout"]
     )
-    assert (layout["version"], layout["lora_dtype"]) == (3, "int8")
+    assert (layout["version"], layout["lora_dtype"]) == (5, "int8")
 
 
 def dequantize(oracle: Oracle, arena: torch.dtype) -> None:

@@ -144,11 +144,13 @@ def sites_ruled_out(path: Path, sites: ModelSites) -> list[str]:
     """
     rules = _read(path).rules
     names = {site.column: [f"model.{site.name}"] for site in sites.sites}
+    if sites.outer is not None:
+        names |= {sites.outer.embeddings.column: ["model.embed_tokens"], sites.outer.head.column: ["lm_head"]}
     for module in sites.modules:
         if (fused := FUSED_NAMES.get(module.module_id)) is not None:
             for part in module.parts:
                 names[part.column].append(f"model.layers.{module.layer}.{fused}")
-    return [site.name for site in sites.sites if not rules.allow(*names[site.column])]
+    return [site.name for site in sites.all_sites if not rules.allow(*names[site.column])]
 
 
 def _read(path: Path) -> Quantization:

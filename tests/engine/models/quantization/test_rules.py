@@ -47,7 +47,17 @@ def test_parts_of_a_fused_linear_may_be_named_by_it(targets: list[str], ruled_ou
     small_llama().save_pretrained(tmp_path)
     (tmp_path / "lora_metadata.json").write_text(json.dumps({"lora_target_modules": targets}))
     sites = adapter_sites(read_model_config(tmp_path))
-    assert {name.rpartition(".")[2] for name in sites_ruled_out(tmp_path, sites)} == ruled_out
+    names = {name.rpartition(".")[2] for name in sites_ruled_out(tmp_path, sites)}
+    assert names == ruled_out | {"embed_tokens", "lm_head"}
+
+
+@pytest.mark.parametrize("targets", [["lm_head"], ["re:.*head"], ["q_proj", "lm_head"]])
+def test_the_head_may_be_named(targets: list[str], tmp_path: Path) -> None:
+    small_llama().save_pretrained(tmp_path)
+    (tmp_path / "lora_metadata.json").write_text(json.dumps({"lora_target_modules": targets}))
+    ruled_out = sites_ruled_out(tmp_path, adapter_sites(read_model_config(tmp_path)))
+    assert "lm_head" not in ruled_out
+    assert "embed_tokens" in ruled_out
 
 
 def test_a_pattern_that_is_no_regular_expression_is_refused_by_file_and_key(tmp_path: Path) -> None:
