@@ -33,8 +33,8 @@ _KEY = "multilora"
 class Upload(msgspec.Struct, frozen=True, tag=True):
     """An adapter that has come to the fleet, without its pages: a client sent it, or a worker read it from a source.
 
-    name: empty if the client named its task id only. pages_digest: the `content_digest` of rows and pages, which every
-    receiver checks. num_bytes: of the pages. version: of two uploads of one task id the one of the larger version
+    name: empty if the client named its task id only. pages_digest: of rows, pages and traits as they are stored, which
+    every receiver checks. num_bytes: of the pages. version: of two uploads of one task id the one of the larger version
     counts. The worker that takes the upload sets it: nanoseconds since the epoch, and more than any version of the task
     id that the worker knows; NEW_VERSION before that. place: the path in the sources from which the adapter was read,
     empty for an adapter that a client sent.

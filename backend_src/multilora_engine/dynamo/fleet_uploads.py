@@ -333,7 +333,7 @@ def digest_of(packed: PackedAdapter, layout: AdapterLayout) -> str:
     """The `pages_digest` of an adapter."""
     from multilora_engine.lora.format import content_digest
 
-    return content_digest(packed.rows, packed.pages, layout.lora_dtype)
+    return packed.traits.digest(content_digest(packed.rows, packed.pages, layout.lora_dtype))
 
 
 def check_pages(upload: Upload, pages: bytearray, layout: AdapterLayout) -> None:
@@ -354,6 +354,7 @@ def check_pages(upload: Upload, pages: bytearray, layout: AdapterLayout) -> None
         check_rows(upload.header.rows, len(tensor), layout)
     except ValueError as error:
         raise InvalidRequest(f"the adapter does not fit this model: {error}") from None
-    found = content_digest(upload.header.rows, tensor, layout.lora_dtype)
+    header = upload.header
+    found = header.traits.digest(content_digest(header.rows, tensor, layout.lora_dtype))
     if found != upload.pages_digest:
         raise InvalidRequest(f"the adapter has the digest {found}, not {upload.pages_digest}")

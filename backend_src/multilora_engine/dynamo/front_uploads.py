@@ -115,4 +115,4 @@ def _digest(header: AdapterHeader, pages: bytearray, lora_dtype: str) -> str:
     from multilora_engine.lora.format import content_digest
 
     tensor = torch.frombuffer(pages, dtype=torch.uint8).view(-1, header.page_bytes)
-    return content_digest(header.rows, tensor, lora_dtype)
+    return header.traits.digest(content_digest(header.rows, tensor, lora_dtype))

@@ -21,7 +21,7 @@ import torch
 
 from multilora_engine.log_lines import one_line
 from multilora_engine.lora.format import any_dora, check_rows, content_digest, ranks_of
-from multilora_engine.lora.layout import PackedRow, page_shape
+from multilora_engine.lora.layout import NO_TRAITS, AdapterTraits, PackedRow, page_shape
 from multilora_engine.lora.names import TaskId, label_of, parse_label
 from multilora_wire.layout import AdapterLayout, PageShape
 
@@ -74,6 +74,7 @@ class DiskAdapter:
     num_bytes: int
     last_used_s: float
     is_dora: bool
+    traits: AdapterTraits
 
     @property
     def num_pages(self) -> int:
@@ -103,9 +104,10 @@ class _StoredLayout(msgspec.Struct, frozen=True):
 
 
 class _Metadata(msgspec.Struct, frozen=True, omit_defaults=True):
-    """safetensors knows only strings: `layout` and `rows` are JSON.
+    """safetensors knows only strings: `layout`, `rows` and `traits` are JSON.
 
-    pages_digest: `content_digest` of codes, of which `digest` says nothing; of floats it is `digest`, and empty here.
+    pages_digest: the digest of stored codes with the traits, since `digest` is of the values that were sent; empty
+        where floats are stored, whose digest is `digest`. traits: empty for a plain adapter.
     """
 
     format_version: str
@@ -115,6 +117,7 @@ class _Metadata(msgspec.Struct, frozen=True, omit_defaults=True):
     layout: str
     rows: str
     pages_digest: str = ""
+    traits: str = ""
 
 
 class _TensorInfo(msgspec.Struct, frozen=True):
@@ -163,6 +166,7 @@ def encode_header(
     rows: list[PackedRow],
     num_pages: int,
     layout: AdapterLayout,
+    traits: AdapterTraits = NO_TRAITS,
 ) -> bytes:
     """A safetensors header: its length as 8 bytes, and JSON filled up with spaces to a multiple of 8.
 
@@ -170,7 +174,9 @@ def encode_header(
     """
     label, stored = label_of(lora_task_id), _layout_text(layout)
     pages_digest = _NO_DIGEST if layout.code_bits else ""
-    metadata = _Metadata(FORMAT_VERSION, label, name, digest, stored, _rows_text(rows), pages_digest)
+    metadata = _Metadata(
+        FORMAT_VERSION, label, name, digest, stored, _rows_text(rows), pages_digest, _traits_text(traits)
+    )
     shape = (num_pages, layout.page_bytes)
     header = msgspec.json.encode(_Header(metadata, _TensorInfo("U8", shape, (0, shape[0] * shape[1]))))
     header += b" " * (-len(header) % 8)
@@ -178,13 +184,17 @@ def encode_header(
 
 
 def with_pages_digest(
-    header: bytes, rows: list[PackedRow], pages: Sequence[torch.Tensor], layout: AdapterLayout
+    header: bytes,
+    rows: list[PackedRow],
+    pages: Sequence[torch.Tensor],
+    layout: AdapterLayout,
+    traits: AdapterTraits = NO_TRAITS,
 ) -> bytes:
     """The header with the digest of the pages, which takes as long as reading them: for the thread that writes them."""
     if not layout.code_bits:
         return header
     head, _, tail = header.rpartition(_NO_DIGEST.encode())
-    return head + content_digest(rows, pages, layout.lora_dtype).encode() + tail
+    return head + traits.digest(content_digest(rows, pages, layout.lora_dtype)).encode() + tail
 
 
 def _write_all(fd: int, data: memoryview) -> None:
@@ -198,6 +208,10 @@ def _layout_text(layout: AdapterLayout) -> str:
 
 def _rows_text(rows: list[PackedRow]) -> str:
     return msgspec.json.encode(rows).decode()
+
+
+def _traits_text(traits: AdapterTraits) -> str:
+    return "" if traits == NO_TRAITS else msgspec.json.encode(traits).decode()
 
 
 def describe_file(path: Path, layout: AdapterLayout) -> DiskAdapter:
@@ -235,9 +249,16 @@ def _read_header(fd: int, lora_task_id: TaskId, layout: AdapterLayout) -> _Conte
         raise DamagedFile(f"it has {status.st_size} bytes, its header accounts for {data_start + num_bytes}")
     rows = _decode_rows(metadata.rows, shape[0], layout)
     pages = page_shape(rows, shape[0], layout)
-    ranks, is_dora = ranks_of(rows), any_dora(rows)
     adapter = DiskAdapter(
-        lora_task_id, metadata.digest, metadata.name, ranks, pages, status.st_size, status.st_mtime, is_dora
+        lora_task_id,
+        metadata.digest,
+        metadata.name,
+        ranks_of(rows),
+        pages,
+        status.st_size,
+        status.st_mtime,
+        any_dora(rows),
+        _decode_traits(metadata.traits),
     )
     return _Contents(adapter, rows, data_start, metadata.pages_digest if layout.code_bits else metadata.digest)
 
@@ -286,6 +307,13 @@ def _decode_rows(text: str, num_pages: int, layout: AdapterLayout) -> list[Packe
     return rows
 
 
+def _decode_traits(text: str) -> AdapterTraits:
+    try:
+        return msgspec.json.decode(text, type=AdapterTraits) if text else NO_TRAITS
+    except msgspec.MsgspecError as error:
+        raise DamagedFile(f"its traits are none of ours: {error}") from None
+
+
 def read_file(fd: int, expected: DiskAdapter, pages: Sequence[torch.Tensor], layout: AdapterLayout) -> list[PackedRow]:
     """Read an open file, which is closed then, into `pages`. Raises DamagedFile or OSError."""
     try:
@@ -299,11 +327,12 @@ def _read_pages(
     fd: int, expected: DiskAdapter, pages: Sequence[torch.Tensor], layout: AdapterLayout
 ) -> list[PackedRow]:
     contents = _read_header(fd, expected.lora_task_id, layout)
-    if (contents.adapter.digest, contents.adapter.num_pages) != (expected.digest, expected.num_pages):
+    found = contents.adapter
+    if (found.digest, found.traits, found.num_pages) != (expected.digest, expected.traits, expected.num_pages):
         raise DamagedFile("it was exchanged behind the server's back")
     for index, page in enumerate(pages):
         _read_all(fd, page.numpy().data, contents.data_start + index * layout.page_bytes)
-    if content_digest(contents.rows, pages, layout.lora_dtype) != contents.pages_digest:
+    if found.traits.digest(content_digest(contents.rows, pages, layout.lora_dtype)) != contents.pages_digest:
         raise DamagedFile("its content does not have the digest that it names")
     os.utime(fd)
     return contents.rows

@@ -268,7 +268,8 @@ class LoRAManager:
     def _add(self, lora_task_id: TaskId, packed: PackedAdapter, name: str) -> CachedAdapter:
         state = AdapterState(self._traffic.file_state(lora_task_id))
         ranks, shape = ranks_of(packed.rows), self._shape_of(packed)
-        adapter = CachedAdapter(lora_task_id, packed.digest, ranks, shape, name, state, is_dora=any_dora(packed.rows))
+        is_dora, traits = any_dora(packed.rows), packed.traits
+        adapter = CachedAdapter(lora_task_id, packed.digest, ranks, shape, name, state, is_dora=is_dora, traits=traits)
         self._arrive(adapter, Arrival(partial(self._fill, adapter, packed)))
         return adapter
 
@@ -285,8 +286,9 @@ class LoRAManager:
         # Before it can be deleted to make room for other files.
         opened = self._traffic.open(file)
         state = AdapterState(self._traffic.file_state(lora_task_id))
+        is_dora, traits = file.is_dora, file.traits
         adapter = CachedAdapter(
-            lora_task_id, file.digest, file.ranks, file.shape, file.name, state, is_dora=file.is_dora
+            lora_task_id, file.digest, file.ranks, file.shape, file.name, state, is_dora=is_dora, traits=traits
         )
         self._arrive(adapter, Arrival(partial(self._traffic.read, adapter, opened), opened.close))
         return adapter

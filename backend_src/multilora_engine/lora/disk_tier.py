@@ -41,7 +41,7 @@ from multilora_engine.lora.adapter_file import (
 )
 from multilora_engine.lora.adapter_state import File
 from multilora_engine.lora.format import any_dora, ranks_of
-from multilora_engine.lora.layout import PackedRow, page_shape
+from multilora_engine.lora.layout import NO_TRAITS, AdapterTraits, PackedRow, page_shape
 from multilora_engine.lora.life_cycle import OnEvent, TierStats, adapter_event, ignore_event
 from multilora_engine.lora.names import TaskId, label_of, parse_label
 from multilora_wire.adapter_event import EventKind
@@ -173,6 +173,7 @@ class DiskTier:
         pages: Sequence[torch.Tensor],
         on_written: OnWritten,
         on_deleted: OnDeleted = lambda lora_task_id: None,
+        traits: AdapterTraits = NO_TRAITS,
     ) -> Future[float]:
         """Have an adapter that is not here written. A write that fails is logged.
 
@@ -180,7 +181,7 @@ class DiskTier:
         before. pages: uint8 [page_bytes] each; nobody may write to them until `on_written` is called.
         """
         assert lora_task_id not in self._adapters
-        header = encode_header(lora_task_id, digest, name, rows, len(pages), self._layout)
+        header = encode_header(lora_task_id, digest, name, rows, len(pages), self._layout, traits)
         size = len(header) + len(pages) * self._layout.page_bytes
         if size > self._num_bytes:
             error = OSError(f"{size} bytes are more than lora_cache_disk_bytes ({self._num_bytes})")
@@ -192,8 +193,8 @@ class DiskTier:
         self._bytes_used += size
         shape = page_shape(rows, len(pages), self._layout)
         ranks, is_dora = ranks_of(rows), any_dora(rows)
-        adapter = DiskAdapter(lora_task_id, digest, name, ranks, shape, size, time.time(), is_dora)
-        future = _submit(self._writer, self._write, self._path(lora_task_id), header, rows, pages)
+        adapter = DiskAdapter(lora_task_id, digest, name, ranks, shape, size, time.time(), is_dora, traits)
+        future = _submit(self._writer, self._write, self._path(lora_task_id), header, rows, pages, traits)
         write = _Write(adapter, future, on_written)
         self._writes.append(write)
         self._wanted[lora_task_id] = write
@@ -322,11 +323,13 @@ class DiskTier:
         self._evictions += 1
         return lora_task_id
 
-    def _write(self, path: Path, header: bytes, rows: list[PackedRow], pages: Sequence[torch.Tensor]) -> float:
+    def _write(
+        self, path: Path, header: bytes, rows: list[PackedRow], pages: Sequence[torch.Tensor], traits: AdapterTraits
+    ) -> float:
         """Raises OSError, whose text names the file without its directory: clients read it."""
         started = time.perf_counter()
         try:
-            self._write_file(path, with_pages_digest(header, rows, pages, self._layout), pages)
+            self._write_file(path, with_pages_digest(header, rows, pages, self._layout, traits), pages)
         except OSError as error:
             if name := error.filename2 or error.filename:
                 raise OSError(error.errno, error.strerror, Path(name).name) from error

@@ -119,6 +119,7 @@ class DiskTraffic:
             self._host.views(adapter),
             partial(self._end_write, adapter),
             self._note_deleted,
+            adapter.traits,
         )
         write.add_done_callback(partial(_tell_saved, adapter.saved))
 

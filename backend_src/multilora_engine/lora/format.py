@@ -27,7 +27,14 @@ from blake3 import blake3
 from multilora_client.base_weights import BaseWeights
 from multilora_client.errors import AdapterError
 from multilora_engine.errors import InvalidRequest
-from multilora_engine.lora.layout import PackedAdapter, PackedRow, module_of
+from multilora_engine.lora.layout import (
+    DIGEST_BYTES,
+    NO_TRAITS,
+    AdapterTraits,
+    PackedAdapter,
+    PackedRow,
+    module_of,
+)
 from multilora_engine.lora_config import ADAPTER_RANK_LIMIT
 from multilora_kernels.adapter_codes import LANES, a_header_bytes, panel_bytes
 from multilora_kernels.adapter_quantization import quantize_a, quantize_b
@@ -44,20 +51,22 @@ ARENA_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "
 
 _WRONG_MODEL = "The adapter was made for a model of other sizes, or the declared rank or module is wrong"
 
-_DIGEST_BYTES = 16
 _INTEGERS = {2: torch.uint16, 4: torch.uint32}
 
 
-def pack_adapter(weights: torch.Tensor, config: torch.Tensor, layout: AdapterLayout) -> PackedAdapter:
+def pack_adapter(
+    weights: torch.Tensor, config: torch.Tensor, layout: AdapterLayout, traits: AdapterTraits = NO_TRAITS
+) -> PackedAdapter:
     """Validate an adapter's wire tensors and pack them; everything kept is copied out of the inputs.
 
-    weights: [rows, width], float16, bfloat16 or float32. config: [rows, 3 or 4], int32.
+    weights: [rows, width], float16, bfloat16 or float32. config: [rows, 3 or 4], int32. traits: what the tensors do not
+    tell.
     Raises InvalidRequest, naming row, module and layer with expected and actual numbers.
     """
     _check_shapes(weights, config)
     rows = [_read_row(index, values, weights.shape[1], layout) for index, values in enumerate(config.tolist())]
     weights = weights.contiguous()
-    packed = _pack(rows, lambda row: _wire_pieces(row, weights, layout), layout)
+    packed = _pack(rows, lambda row: _wire_pieces(row, weights, layout), layout, traits)
     if not layout.code_bits and not _is_finite(packed.pages.view(TORCH_DTYPES[layout.lora_dtype])):
         raise InvalidRequest(_describe_non_finite(weights, rows, layout))
     return packed
@@ -80,7 +89,7 @@ def pack_peft(adapter: PeftAdapter, layout: AdapterLayout, base_model: Path) -> 
 
     try:
         reader = LinearReader(adapter, BaseWeights(base_model) if is_dora else None)
-        packed = _pack(rows, pieces_of, layout)
+        packed = _pack(rows, pieces_of, layout, NO_TRAITS)
     except (PeftError, AdapterError) as error:
         raise InvalidRequest(str(error).replace(str(base_model), "the base model")) from None
     if not layout.code_bits and not _is_finite(packed.pages.view(TORCH_DTYPES[layout.lora_dtype])):
@@ -88,7 +97,9 @@ def pack_peft(adapter: PeftAdapter, layout: AdapterLayout, base_model: Path) -> 
     return packed
 
 
-def _pack(rows: list[_Row], pieces_of: Callable[[_Row], Iterator[_Values]], layout: AdapterLayout) -> PackedAdapter:
+def _pack(
+    rows: list[_Row], pieces_of: Callable[[_Row], Iterator[_Values]], layout: AdapterLayout, traits: AdapterTraits
+) -> PackedAdapter:
     """Lay rows into pages. pieces_of: the values of a row, in their order on the wire."""
     rows = _sorted_rows(rows, layout)
     placement = layout.place(piece for row in rows for piece in row.pieces)
@@ -106,7 +117,7 @@ def _pack(rows: list[_Row], pieces_of: Callable[[_Row], Iterator[_Values]], layo
             store.put(row, place.offsets[values.index], values)
         for piece, offset in zip(row.pieces, place.offsets, strict=True):
             memory[offset + piece.num_bytes : offset + round_up(piece.num_bytes, ALIGNMENT_BYTES)] = 0
-    return PackedAdapter(store.digest(packed), packed, pages)
+    return PackedAdapter(traits.digest(store.digest(packed)), packed, pages, traits)
 
 
 def ranks_of(rows: Iterable[PackedRow]) -> tuple[int, ...]:
@@ -352,7 +363,7 @@ class _CodeStore:
             self._put_a(row, offset, given.first, quantize_a(values, self._arena), len(values))
 
     def digest(self, rows: Sequence[PackedRow]) -> str:
-        return self._digest.hexdigest(_DIGEST_BYTES)
+        return self._digest.hexdigest(DIGEST_BYTES)
 
     def _put_a(self, row: _Row, offset: int, first: int, codes: torch.Tensor, count: int) -> None:
         """Codes of 8 bits of A have the scales of all rows before them."""
@@ -383,7 +394,7 @@ def _packed_row(row: _Row, offsets: Iterator[int]) -> PackedRow:
 
 
 def content_digest(rows: Sequence[PackedRow], pages: Iterable[torch.Tensor], lora_dtype: str) -> str:
-    """32 hex digits (BLAKE3, cut) over an adapter's rows and pages; the GIL is free meanwhile.
+    """32 hex digits (BLAKE3, cut) over an adapter's rows and pages, without its traits; the GIL is free meanwhile.
 
     Offsets count in elements of the arena, as in every earlier layout, so that digests outlive layouts.
     """
@@ -393,7 +404,7 @@ def content_digest(rows: Sequence[PackedRow], pages: Iterable[torch.Tensor], lor
     digest.update(header.astype(np.int64).tobytes())
     for page in pages:
         digest.update(page.numpy().data)
-    return digest.hexdigest(_DIGEST_BYTES)
+    return digest.hexdigest(DIGEST_BYTES)
 
 
 def _all_offsets(row: PackedRow) -> tuple[int, int, int]:

@@ -5,15 +5,28 @@ Imports no torch: that costs a front more than a second and 100 MB, and not ever
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
+from blake3 import blake3
 
 from multilora_wire.layout import AdapterLayout, PageShape, num_run_pages
 from multilora_wire.sites import OUTER_LAYER, ROW_MODULES, WireModule
 
 if TYPE_CHECKING:
     import torch
+
+DIGEST_BYTES = 16
+"""The length of the digest of an adapter, which is told in hex digits."""
+
+MAX_INVOCATION_TOKENS = 256
+"""Invocation tokens of an adapter. Each prompt is searched for the tokens on the engine's thread."""
+
+_LARGEST_TOKEN_ID = sys.maxunicode
+"""More than any vocabulary has. A prompt is searched as a text of one character a token."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +61,64 @@ class PackedRow:
         return [self.a_offset, self.b_offset, self.magnitude_offset][: 3 if self.is_dora else 2]
 
 
+class AdapterTraits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What an adapter is beside its matrices. Every field is empty for a plain adapter.
+
+    invocation_tokens: the adapter is activated: its weights count from the first token of the last occurrence of these
+        tokens in the prompt on, and the base computes all tokens before that.
+
+    Raises ValueError for fields that no adapter can have.
+    """
+
+    invocation_tokens: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.invocation_tokens) > MAX_INVOCATION_TOKENS:
+            raise ValueError(
+                f"there are {len(self.invocation_tokens)} invocation tokens, at most {MAX_INVOCATION_TOKENS} are taken"
+            )
+        for token_id in self.invocation_tokens:
+            if not 0 <= token_id <= _LARGEST_TOKEN_ID:
+                raise ValueError(f"the invocation tokens have {token_id}, expected 0 .. {_LARGEST_TOKEN_ID}")
+
+    def digest(self, content: str) -> str:
+        """The digest of an adapter with these traits. content: the digest of its matrices alone, its own if plain."""
+        if self == NO_TRAITS:
+            return content
+        text = f"traits of {content}: {msgspec.json.encode(self).decode()}"
+        return blake3(text.encode()).hexdigest(DIGEST_BYTES)
+
+    def start(self, prompt_token_ids: list[int]) -> int | None:
+        """The position in a prompt from which on the adapter computes; None if the invocation tokens are not in it."""
+        if not self.invocation_tokens:
+            return 0
+        # Python searches texts in linear time, whatever the tokens are. Reversed: the last occurrence comes first.
+        place = _as_text(reversed(prompt_token_ids)).find(_as_text(reversed(self.invocation_tokens)))
+        return None if place < 0 else len(prompt_token_ids) - place - len(self.invocation_tokens)
+
+
+NO_TRAITS = AdapterTraits()
+"""The traits of a plain adapter."""
+
+
 @dataclass(frozen=True)
 class PackedAdapter:
     """An adapter in packed form, rows sorted by layer and module.
 
-    digest: 32 hex digits over rows and pages, or over the values that were sent where they are stored as codes: equal
-        for the same adapter, sent in any row order, row width or wire dtype (of the same values).
+    digest: 32 hex digits over rows, pages and traits, or, where values are stored as codes, over the values that were
+        sent and traits: equal for the same adapter, sent in any row order, row width or wire dtype of the same values.
     pages: uint8 [num_pages, page_bytes]; bytes that no row covers are zero.
     """
 
     digest: str
     rows: list[PackedRow]
     pages: torch.Tensor
+    traits: AdapterTraits = NO_TRAITS
+
+
+def _as_text(token_ids: Iterable[int]) -> str:
+    """A text of one character a token."""
+    return "".join(map(chr, token_ids))
 
 
 def page_shape(rows: Iterable[PackedRow], num_pages: int, layout: AdapterLayout) -> PageShape:

@@ -13,12 +13,12 @@ import msgspec
 from multilora_engine.engine.block_events import BlockEvent
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import RequestError
-from multilora_engine.lora.layout import PackedAdapter, PackedRow
+from multilora_engine.lora.layout import NO_TRAITS, AdapterTraits, PackedAdapter, PackedRow
 from multilora_engine.lora.names import TaskId, number_of, scoped_task_id, tenant_of
 from multilora_engine.process.operations import Operation
 from multilora_engine.request import GenerationRequest, Sender, TokenOutput
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Raised with every change to this file that an older peer would misread."""
 
 
@@ -39,6 +39,7 @@ class AdapterHeader(msgspec.Struct, frozen=True):
     rows: list[PackedRow]
     page_bytes: int
     tenant: str = ""
+    traits: AdapterTraits = NO_TRAITS
 
     @property
     def task_id(self) -> TaskId:
@@ -207,8 +208,8 @@ def decode_from_engine(frame: memoryview, *more: memoryview) -> FromEngine:
 
 
 def adapter_header(task_id: TaskId, adapter: PackedAdapter) -> AdapterHeader:
-    page_bytes = adapter.pages.shape[1]
-    return AdapterHeader(number_of(task_id), adapter.digest, adapter.rows, page_bytes, tenant_of(task_id))
+    number, tenant, page_bytes = number_of(task_id), tenant_of(task_id), adapter.pages.shape[1]
+    return AdapterHeader(number, adapter.digest, adapter.rows, page_bytes, tenant, adapter.traits)
 
 
 def adapter_payload(adapter: PackedAdapter) -> memoryview:
@@ -221,7 +222,7 @@ def read_adapter(header: AdapterHeader, payload: memoryview) -> PackedAdapter:
     import torch  # the engine has it; some fronts, which only send, do without
 
     pages = torch.frombuffer(payload, dtype=torch.uint8).view(-1, header.page_bytes)
-    return PackedAdapter(header.digest, header.rows, pages)
+    return PackedAdapter(header.digest, header.rows, pages, header.traits)
 
 
 def error_output(request_id: str, error: RequestError) -> TokenOutput:

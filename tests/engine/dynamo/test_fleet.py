@@ -40,7 +40,7 @@ from multilora_engine.dynamo.relay import FleetRelay
 from multilora_engine.dynamo.workers import Workers
 from multilora_engine.errors import InvalidRequest, RelayedError
 from multilora_engine.lora.format import content_digest, pack_adapter
-from multilora_engine.lora.layout import PackedAdapter
+from multilora_engine.lora.layout import NO_TRAITS, AdapterTraits, PackedAdapter
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.liveness import DrainOrder, drained_file
@@ -50,15 +50,17 @@ from multilora_engine.process.reports import AdapterList
 from multilora_engine.request import TokenOutput
 
 
-def packed(seed: int = 0) -> PackedAdapter:
+def packed(seed: int = 0, traits: AdapterTraits = NO_TRAITS) -> PackedAdapter:
     wire = wire_adapter(LAYOUT, [(0, 0, 4), (4, 1, 3)], seed)
-    return pack_adapter(wire.weights, wire.config, LAYOUT)
+    return pack_adapter(wire.weights, wire.config, LAYOUT, traits)
 
 
-def upload_of(number: int, seed: int = 0, version: int = 1, name: str = "") -> tuple[Upload, bytes]:
-    adapter = packed(seed)
+def upload_of(
+    number: int, seed: int = 0, version: int = 1, name: str = "", traits: AdapterTraits = NO_TRAITS
+) -> tuple[Upload, bytes]:
+    adapter = packed(seed, traits)
     pages = bytes(adapter_payload(adapter))
-    digest = content_digest(adapter.rows, adapter.pages, LAYOUT.lora_dtype)
+    digest = traits.digest(content_digest(adapter.rows, adapter.pages, LAYOUT.lora_dtype))
     return Upload(adapter_header(number, adapter), name, digest, len(pages), version), pages
 
 
@@ -316,7 +318,7 @@ def test_what_a_client_sends_outlives_the_worker_that_took_it() -> None:
     run(test())
 
 
-@pytest.mark.parametrize("harm", ["digest", "rows", "size", "page_bytes"])
+@pytest.mark.parametrize("harm", ["digest", "rows", "size", "page_bytes", "traits"])
 def test_a_worker_takes_nothing_that_is_not_the_adapter(harm: str) -> None:
     async def test() -> None:
         fleet = FakeFleet(1)
@@ -332,9 +334,27 @@ def test_a_worker_takes_nothing_that_is_not_the_adapter(harm: str) -> None:
                 upload = msgspec.structs.replace(upload, num_bytes=len(pages))
             case "page_bytes":
                 header = msgspec.structs.replace(header, page_bytes=2 * header.page_bytes)
+            case "traits":
+                header = msgspec.structs.replace(header, traits=AdapterTraits(invocation_tokens=(5,)))
         with pytest.raises(Exception, match=r"digest|fit this model|pages of"):
             await send(fleet, 1, msgspec.structs.replace(upload, header=header), pages)
         assert (fleet[1].in_engine, fleet[1].uploads.find(7)) == ({}, None)
+
+    run(test())
+
+
+def test_the_same_weights_with_other_traits_are_another_adapter_at_every_worker() -> None:
+    async def test() -> None:
+        fleet = FakeFleet(2)
+        for traits in (NO_TRAITS, AdapterTraits(invocation_tokens=(5,)), AdapterTraits(invocation_tokens=(6,))):
+            upload, pages = upload_of(7, version=0, traits=traits)
+            await send(fleet, 1, upload, pages)
+            for number in (1, 2):
+                assert await fleet[number].uploads.bring(7)
+                assert fleet[number].in_engine[7] == upload.header.digest
+                known = fleet[number].uploads.find(7)
+                assert known is not None
+                assert known.header.traits == traits
 
     run(test())
 

@@ -22,7 +22,7 @@ from multilora_engine.lora.device_tier import TableRows
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import ARENA_DTYPES, pack_adapter
 from multilora_engine.lora.free_pages import PagePool
-from multilora_engine.lora.layout import PackedAdapter
+from multilora_engine.lora.layout import AdapterTraits, PackedAdapter
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_kernels import LoRATables, reference
@@ -139,12 +139,13 @@ def test_what_no_code_covers_is_zero(lora_dtype: str) -> None:
 
 @pytest.fixture
 def stored(tmp_path: Path) -> tuple[Path, PackedAdapter]:
-    """The file of an adapter of int8 codes, with the number 7."""
+    """The file of an adapter of int8 codes, with the number 7, that is activated by the token 5."""
     layout = layout_of("int8")
     wire = wire_adapter(layout, ROWS)
-    adapter = pack_adapter(wire.weights, wire.config, layout)
-    tier = DiskTier(tmp_path, 1 << 20, layout)
-    tier.store(7, adapter.digest, "seven", adapter.rows, list(adapter.pages), lambda file: None).result(timeout=60)
+    adapter = pack_adapter(wire.weights, wire.config, layout, AdapterTraits(invocation_tokens=(5,)))
+    tier, pages = DiskTier(tmp_path, 1 << 20, layout), list(adapter.pages)
+    write = tier.store(7, adapter.digest, "seven", adapter.rows, pages, lambda file: None, traits=adapter.traits)
+    write.result(timeout=60)
     tier.close()
     return tmp_path / "7.safetensors", adapter
 
@@ -169,6 +170,13 @@ def test_a_file_whose_codes_were_changed_is_refused(stored: tuple[Path, PackedAd
     content = bytearray(path.read_bytes())
     content[-TINY.page_bytes + 5] ^= 1
     path.write_bytes(content)
+    with pytest.raises(DamagedFile, match="does not have the digest"):
+        read(path, len(adapter.pages))
+
+
+def test_a_file_of_codes_whose_traits_were_changed_is_refused(stored: tuple[Path, PackedAdapter]) -> None:
+    path, adapter = stored
+    path.write_bytes(path.read_bytes().replace(b"[5]", b"[6]", 1))
     with pytest.raises(DamagedFile, match="does not have the digest"):
         read(path, len(adapter.pages))
 

@@ -34,17 +34,17 @@ from multilora_engine.lora.adapter_file import (
 from multilora_engine.lora.adapter_state import File
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import pack_adapter
-from multilora_engine.lora.layout import PackedAdapter
+from multilora_engine.lora.layout import NO_TRAITS, AdapterTraits, PackedAdapter
 from multilora_engine.lora.names import TaskId, TenantTaskId
 from multilora_wire.adapter_event import AdapterEvent
 
 BIG_ID = (1 << 64) - 1
 
 
-def packed_adapter(seed: int) -> PackedAdapter:
+def packed_adapter(seed: int, traits: AdapterTraits = NO_TRAITS) -> PackedAdapter:
     rows = [(1, 0, 4)] + [(module, layer, 16) for layer in range(3) for module in (5, 6, 7)]
     wire = wire_adapter(TINY, rows, seed=seed)
-    return pack_adapter(wire.weights, wire.config, TINY)
+    return pack_adapter(wire.weights, wire.config, TINY, traits)
 
 
 FIRST, SECOND = packed_adapter(1), packed_adapter(2)
@@ -73,7 +73,8 @@ def filled(tmp_path: Path) -> Path:
 def start(tier: DiskTier, task: TaskId, adapter: PackedAdapter) -> list[File]:
     """Have an adapter written; the list gets what `on_written` is told."""
     told: list[File] = []
-    tier.store(task, adapter.digest, f"name-{task}", adapter.rows, list(adapter.pages), told.append)
+    pages, name = list(adapter.pages), f"name-{task}"
+    tier.store(task, adapter.digest, name, adapter.rows, pages, told.append, traits=adapter.traits)
     return told
 
 
@@ -102,20 +103,47 @@ def assert_reads(tier: DiskTier, task: TaskId, adapter: PackedAdapter) -> None:
     assert torch.equal(pages, adapter.pages)
 
 
-def test_what_was_stored_comes_back_and_after_a_restart_too(tmp_path: Path, tiers: list[DiskTier]) -> None:
-    tier = DiskTier(tmp_path, 1 << 20, TINY)
-    store(tier, BIG_ID, FIRST)
-    assert_reads(tier, BIG_ID, FIRST)
+@pytest.mark.parametrize("traits", [NO_TRAITS, AdapterTraits(invocation_tokens=(0, 7, 7))])
+def test_what_was_stored_comes_back_and_after_a_restart_too(
+    tmp_path: Path, tiers: list[DiskTier], traits: AdapterTraits
+) -> None:
+    tier, adapter = DiskTier(tmp_path, 1 << 20, TINY), packed_adapter(1, traits)
+    store(tier, BIG_ID, adapter)
+    assert_reads(tier, BIG_ID, adapter)
     tier.close()
     tiers.append(again := DiskTier(tmp_path, 1 << 20, TINY))
     (known,) = again.adapters
-    assert (known.lora_task_id, known.digest, known.name, known.ranks) == (
+    assert (known.lora_task_id, known.digest, known.name, known.ranks, known.traits) == (
         BIG_ID,
-        FIRST.digest,
+        adapter.digest,
         f"name-{BIG_ID}",
         (4, 16),
+        traits,
     )
-    assert_reads(again, BIG_ID, FIRST)
+    assert_reads(again, BIG_ID, adapter)
+
+
+def test_the_file_of_a_plain_adapter_says_nothing_of_traits(filled: Path) -> None:
+    """So that it is the file that earlier releases wrote, and read."""
+    with safe_open(filled / "1.safetensors", "pt") as file:
+        assert set(file.metadata()) == {"format_version", "lora_task_id", "name", "digest", "layout", "rows"}
+
+
+@pytest.mark.parametrize("traits", [b"[56]", b"[-1]", b"{{}}", b"1234"])
+def test_a_file_with_other_traits_than_its_digest_is_of_is_refused(tmp_path: Path, traits: bytes) -> None:
+    tier = DiskTier(tmp_path, 1 << 20, TINY)
+    store(tier, 7, packed_adapter(1, AdapterTraits(invocation_tokens=(55,))))
+    tier.close()
+    path = tmp_path / "7.safetensors"
+    path.write_bytes(path.read_bytes().replace(b"[55]", traits, 1))
+    with pytest.raises(DamagedFile, match=r"traits are none of ours|does not have the digest"):
+        read_whole(path)
+
+
+def read_whole(path: Path) -> None:
+    known = describe_file(path, TINY)
+    pages = torch.zeros(known.num_pages, TINY.page_bytes, dtype=torch.uint8)
+    read_file(open_regular(path), known, list(pages), TINY)
 
 
 def test_equal_numbers_of_two_tenants_are_two_files_over_a_restart(tmp_path: Path, tiers: list[DiskTier]) -> None:
@@ -542,13 +570,14 @@ SMALL_LAYOUT = replace(TINY, page_bytes=512, max_rank=2, checkpoint="of these we
 
 def small_adapter() -> PackedAdapter:
     wire = wire_adapter(SMALL_LAYOUT, [(1, 0, 1)], seed=5)
-    return pack_adapter(wire.weights, wire.config, SMALL_LAYOUT)
+    return pack_adapter(wire.weights, wire.config, SMALL_LAYOUT, AdapterTraits(invocation_tokens=(56, 7)))
 
 
 def small_file(directory: Path) -> Path:
     """The file of `small_adapter`, as the task 7."""
     adapter, path = small_adapter(), directory / "7.safetensors"
-    header = encode_header(7, adapter.digest, "named", adapter.rows, len(adapter.pages), SMALL_LAYOUT)
+    num_pages = len(adapter.pages)
+    header = encode_header(7, adapter.digest, "named", adapter.rows, num_pages, SMALL_LAYOUT, adapter.traits)
     write_file_atomically(path, header, list(adapter.pages))
     return path
 
@@ -564,6 +593,7 @@ def assert_right_or_damaged(path: Path) -> bool:
     except (DamagedFile, OSError):
         return False
     assert (known.lora_task_id, known.digest, known.ranks, rows) == (7, right.digest, (1,), right.rows)
+    assert known.traits == right.traits
     assert torch.equal(pages, right.pages)
     return True
 

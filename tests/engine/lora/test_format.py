@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
@@ -12,6 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import LoraConfig
+from peft.tuners.lora.variants import calculate_alora_offsets
 from safetensors.torch import save_file
 from support.adapters import SPANNING, TINY, wire_adapter
 from support.sources import NO_BASE
@@ -21,7 +26,7 @@ from multilora_client import AdapterTensors, convert_peft
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora.format import TORCH_DTYPES, pack_adapter, pack_peft
-from multilora_engine.lora.layout import PackedAdapter, page_shape
+from multilora_engine.lora.layout import MAX_INVOCATION_TOKENS, AdapterTraits, PackedAdapter, page_shape
 from multilora_engine.lora.sources.packing import pack_directory
 from multilora_engine.lora.sources.source import LocalAdapter
 from multilora_wire import peft_files
@@ -150,6 +155,47 @@ def test_digests_are_those_of_the_first_layout(
     wire = wire_adapter(layout, rows, seed=3, extra_width=64 if is_dora else 3)
     wire.config[:, 3] = int(is_dora)
     assert pack_adapter(wire.weights, wire.config, layout).digest == digest
+
+
+def test_the_digest_changes_with_the_traits_and_plain_traits_leave_it() -> None:
+    wire = wire_adapter(TINY, [(1, 0, 4), (6, 2, 1)])
+    plain = pack_adapter(wire.weights, wire.config, TINY)
+    assert pack_adapter(wire.weights, wire.config, TINY, AdapterTraits()).digest == plain.digest
+    digests = {plain.digest}
+    for tokens in [(5,), (6,), (5, 6), (6, 5), (56,), (0,)]:
+        packed = pack_adapter(wire.weights, wire.config, TINY, AdapterTraits(tokens))
+        assert (packed.traits.invocation_tokens, len(packed.digest)) == (tokens, 32)
+        assert torch.equal(packed.pages, plain.pages)
+        digests.add(packed.digest)
+    assert len(digests) == 7
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        ((3, -1), "have -1"),
+        ((sys.maxunicode + 1,), "have 1114112"),
+        ((1,) * (MAX_INVOCATION_TOKENS + 1), "there are 257"),
+    ],
+)
+def test_traits_that_no_adapter_can_have_are_refused(tokens: tuple[int, ...], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        AdapterTraits(invocation_tokens=tokens)
+
+
+@given(
+    prompt=st.lists(st.sampled_from([0, 1, 7, 0xD800, 49151]), max_size=40),
+    tokens=st.lists(st.sampled_from([0, 1, 7, 0xD800]), min_size=1, max_size=5),
+)
+def test_an_adapter_starts_where_its_invocation_tokens_begin_for_the_last_time(
+    prompt: list[int], tokens: list[int]
+) -> None:
+    (start,) = calculate_alora_offsets(
+        {"x": LoraConfig(alora_invocation_tokens=tokens, task_type="CAUSAL_LM")}, "x", torch.tensor([prompt])
+    )
+    expected = None if start is None else len(prompt) - start
+    assert AdapterTraits(tuple(tokens)).start(prompt) == expected
+    assert AdapterTraits().start(prompt) == 0
 
 
 def test_the_digest_changes_with_any_value() -> None:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import sys
+
 import msgspec
 import torch
 from support.adapters import TINY, wire_adapter
 
 from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.layout import AdapterTraits
 from multilora_engine.process.messages import (
     Add,
     Launch,
@@ -22,14 +25,14 @@ from multilora_engine.request import GenerationRequest, SamplingParams, TokenOut
 
 def test_an_adapter_arrives_bit_for_bit_and_its_pages_are_not_copied() -> None:
     wire = wire_adapter(TINY, [(module_id, layer, 16) for module_id in (1, 4, 6) for layer in range(3)])
-    packed = pack_adapter(wire.weights, wire.config, TINY)
+    packed = pack_adapter(wire.weights, wire.config, TINY, AdapterTraits(invocation_tokens=(0, sys.maxunicode)))
     payload = adapter_payload(packed)
     message = decode_to_engine(memoryview(encode(Add([], "id", adapter_header(2**64 - 1, packed)))))
     assert isinstance(message, Add)
     assert message.adapter is not None
     received = read_adapter(message.adapter, payload)
     assert message.adapter.lora_task_id == 2**64 - 1
-    assert (received.digest, received.rows) == (packed.digest, packed.rows)
+    assert (received.digest, received.rows, received.traits) == (packed.digest, packed.rows, packed.traits)
     assert torch.equal(received.pages, packed.pages)
     assert received.pages.data_ptr() == packed.pages.data_ptr()
 
