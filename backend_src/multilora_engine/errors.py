@@ -7,6 +7,7 @@
           PathNotCovered                          no source of the operator's covers the path of an adapter to load
           AdapterUnusable                         a source's adapter is refused, damaged or unsupported
           AdapterOverflow                         with the adapter's weights the model computes no numbers
+          AdapterNotInvoked                       the tokens that activate the adapter are not in the prompt
           TooMuchHostWork                         words, guide or beams keep the engine's thread too long
         AdapterNotFound     -> NOT_FOUND          `lora_task_id` is not cached and no weights came with it
           AdapterNotKnown                         no adapter has the `lora_name`
@@ -108,6 +109,20 @@ class AdapterOverflow(InvalidRequest):
         super().__init__(
             f"the numbers overflow with the weights of LoRA task {lora_task_id}{name} (digest {digest[:12]}): the "
             "logits are not finite"
+        )
+
+
+class AdapterNotInvoked(InvalidRequest):
+    """The prompt, as computed, does not have the tokens from which on the adapter would count."""
+
+    def __init__(
+        self, lora_task_id: int | None, lora_name: str, tokens: tuple[int, ...], num_prompt_tokens: int
+    ) -> None:
+        name = f" {lora_name!r}" if lora_name else ""
+        super().__init__(
+            f"LoRA task {lora_task_id}{name} is activated by the tokens {list(tokens)}, which the prompt of "
+            f"{num_prompt_tokens} tokens does not have, so that the adapter would compute nothing; send a prompt with "
+            "them, or lora_start"
         )
 
 

@@ -167,6 +167,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     adapter_tenant: the tenant that this adapter belongs to, empty for none.
     num_tokens_ahead: of the prompts and answers, at their longest, that came before it in the same request of a client.
     tells_perf: whether each output has its metrics so far, and not the last one alone.
+    lora_start: the position in the prompt from which on the adapter computes; the base computes the tokens before that.
+        None: what the adapter's traits say.
     """
 
     request_id: str
@@ -180,6 +182,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     sender: Sender = Sender()
     num_tokens_ahead: int = 0
     tells_perf: bool = False
+    lora_start: int | None = None
 
     @property
     def task_id(self) -> TaskId | None:

@@ -81,6 +81,14 @@ LoraName = Annotated[
         show_default=False,
     ),
 ]
+LoraStart = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Position in the prompt, in tokens, from which on the adapter computes.",
+        show_default="as the adapter was trained",
+    ),
+]
 AsChat = Annotated[bool, typer.Option("--chat", help="Send the prompt as a chat message of a user.")]
 System = Annotated[str | None, typer.Option(help="System message that opens the chat.", show_default=False)]
 MaxTokens = Annotated[int, typer.Option(help="Max tokens to generate.")]
@@ -136,6 +144,7 @@ def generate(
     adapter: AdapterDir = None,
     lora_task_id: TaskId = None,
     lora_name: LoraName = None,
+    lora_start: LoraStart = None,
     chat: AsChat = False,
     max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
     temperature: Temperature = None,
@@ -163,6 +172,7 @@ def generate(
             messages=messages,
             adapter=chosen,
             lora_name=lora_name,
+            lora_start=lora_start,
             max_tokens=max_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -185,6 +195,7 @@ def stream(
     adapter: AdapterDir = None,
     lora_task_id: TaskId = None,
     lora_name: LoraName = None,
+    lora_start: LoraStart = None,
     chat: AsChat = False,
     max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
     temperature: Temperature = None,
@@ -210,6 +221,7 @@ def stream(
             messages=messages,
             adapter=chosen,
             lora_name=lora_name,
+            lora_start=lora_start,
             max_tokens=max_tokens,
             temperature=temperature,
             top_k=top_k,

@@ -64,6 +64,8 @@ class GenerateOptions(ChatOptions, total=False):
     guide_type, guide: the form that the answer must parse as: `json` (without a guide), or `json_schema`, `regex` or
         `ebnf_grammar` and the text of it.
     lora_name: the adapter by the name under which the server has it, instead of by its id.
+    lora_start: the position in the prompt, in tokens, from which on the adapter computes; the base computes the tokens
+        before that. Not given: an activated adapter finds its invocation tokens, any other one computes all tokens.
     end_id: the token that ends the answer instead of the model's own; -1 for none.
     priority: requests with a smaller number are served first; 0 when not given.
     timeout_s: seconds after which the server ends the request; the client waits a second longer, then raises TimedOut.
@@ -105,6 +107,7 @@ class GenerateOptions(ChatOptions, total=False):
     guide_type: str | None
     guide: str | None
     lora_name: str | None
+    lora_start: int | None
     end_id: int | None
     priority: int | None
     timeout_s: float | None

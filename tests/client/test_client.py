@@ -687,7 +687,13 @@ def test_penalties_beams_and_what_is_told_of_tokens_are_options(make_client: Any
 
 
 def test_what_is_told_of_prompts_and_where_answers_end_are_options(make_client: Any) -> None:
-    counts = {"num_prompt_top_log_probs": 2, "truncate_prompt_tokens": -1, "priority": -3, "max_tokens": 0}
+    counts = {
+        "num_prompt_top_log_probs": 2,
+        "truncate_prompt_tokens": -1,
+        "priority": -3,
+        "max_tokens": 0,
+        "lora_start": 7,
+    }
     flags = ("return_prompt_log_probs", "include_stop_str_in_output")
 
     inputs = sent_inputs(make_client, "hi", **counts, **dict.fromkeys(flags, True), stop_token_ids=[40, 2])

@@ -323,3 +323,21 @@ def test_an_adapter_goes_by_its_name_through_every_door(
     assert first.as_numpy("lora_task_id_out") == later.as_numpy("lora_task_id_out")
     with pytest.raises(AdapterNotFound, match="LoRA adapter 'acme/nobody' not found in cache"):
         client.generate("Hello", lora_name="acme/nobody", max_tokens=1)
+
+
+def test_an_adapter_that_starts_later_uses_what_the_base_has_computed(
+    triton_grpc: GrpcClient, adapter: Adapter, client: Client
+) -> None:
+    client.upload(adapter)
+    text = "One, two, three, four, five, six, seven, eight, nine, ten, and then once more from one to twenty, please:"
+    base = infer(triton_grpc, "generation_unary", tensors(text_input=text, max_tokens=2))
+    num_tokens = base.as_numpy("num_input_tokens").item()
+    assert num_tokens > 18
+    late = tensors(text_input=text, max_tokens=2, lora_task_id=adapter.lora_task_id, lora_start=17)
+    answered = infer(triton_grpc, "generation_unary", late)
+    assert answered.as_numpy("num_cached_tokens").item() == 16
+    assert answered.as_numpy("lora_digest").item() != b""
+    by_ensemble = infer(triton_grpc, "ensemble_unary", late)
+    assert by_ensemble.as_numpy("text_output").item() == answered.as_numpy("text_output").item()
+    with pytest.raises(InferenceServerException, match=f"lora_start is {num_tokens} and the prompt has {num_tokens} "):
+        infer(triton_grpc, "ensemble_unary", late | tensors(lora_start=num_tokens))

@@ -76,11 +76,18 @@ class Oracle:
         self.adapters[name] = self._directory / name
 
     @torch.no_grad()
-    def logits(self, adapter: str | None, prompt: list[int], answer: list[int]) -> torch.Tensor:
-        """The logits that choose each token of `answer`, [len(answer), vocab]."""
+    def logits(
+        self, adapter: str | None, prompt: list[int], answer: list[int], start: int | None = None
+    ) -> torch.Tensor:
+        """The logits that choose each token of `answer`, [len(answer), vocab].
+
+        start: the position from which on an activated adapter computes.
+        """
         token_ids = torch.tensor([prompt + answer[:-1]])
+        # PEFT counts from the end.
+        offsets = {} if start is None else {"alora_offsets": [token_ids.shape[1] - start]}
         with self._only(adapter) as model:
-            logits: torch.Tensor = model(input_ids=token_ids).logits[0, len(prompt) - 1 :]
+            logits: torch.Tensor = model(input_ids=token_ids, **offsets).logits[0, len(prompt) - 1 :]
         return logits
 
     def generate(self, adapter: str | None, prompt: list[int], **options: Any) -> Any:

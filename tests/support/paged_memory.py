@@ -9,7 +9,7 @@ NEXT_TOKEN = 2
 """What every sequence goes on with, and what its pending tokens are therefore."""
 
 Content = tuple[str, int, int]
-"""Digest of the adapter, hash of the tokens up to this one, this token."""
+"""Digest of the adapter that computed it, hash of what was computed up to this token and of the tenant, this token."""
 
 
 class PoisonedBlocks(BlockAllocator):
@@ -44,11 +44,12 @@ class PoisonedBlocks(BlockAllocator):
 
 
 def _contents(sequence: Sequence, end: int) -> list[Content | None]:
-    digest = "" if sequence.adapter is None else sequence.adapter.digest
     contents: list[Content | None] = []
-    past = 0
+    past = hash(sequence.request.sender.tenant)
     known = sequence.token_ids(0, end)
-    for token in [*known, *[NEXT_TOKEN] * (end - len(known))]:
-        past = hash((past, token))
+    for position, token in enumerate([*known, *[NEXT_TOKEN] * (end - len(known))]):
+        is_base = sequence.adapter is None or position < sequence.lora_start
+        digest = "" if is_base or sequence.adapter is None else sequence.adapter.digest
+        past = hash((past, digest, token))
         contents.append((digest, past, token))
     return contents

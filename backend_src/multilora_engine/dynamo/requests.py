@@ -160,6 +160,7 @@ def _call_of(request: WorkerRequest, sampling: SamplingParams, info: EngineInfo)
         sampling=[sampling],
         lora_task_ids=[None],
         lora_names=[""],
+        lora_starts=[None],
         priorities=[0],
         adapter=None,
         is_streaming=True,

@@ -17,7 +17,7 @@ from multilora_engine.engine.guide_queue import GuideQueue, GuidesInUse
 from multilora_engine.engine.outputs import error_output, failure_output
 from multilora_engine.engine.request_limits import RequestLimits
 from multilora_engine.engine.scheduler import Scheduler
-from multilora_engine.errors import AdapterNotFound, QueueFull, QueueShareFull, RequestError
+from multilora_engine.errors import AdapterNotFound, AdapterNotInvoked, QueueFull, QueueShareFull, RequestError
 from multilora_engine.guides.guided import GuideMatcher
 from multilora_engine.lora.adapter_state import CachedAdapter
 from multilora_engine.lora.arrivals import LoRAManager
@@ -206,7 +206,7 @@ class Admission:
     """Checks a request, pins or fetches its adapter, has its guide compiled, and hands its sequence to the scheduler.
 
     A sequence waits outside of the scheduler's queue until it has its adapter and then its guide. The only writer of
-    `Sequence.adapter` and `Sequence.guide`.
+    `Sequence.adapter`, `Sequence.lora_start` and `Sequence.guide`.
     """
 
     def __init__(
@@ -248,13 +248,14 @@ class Admission:
         if request.sampling.guide is not None:
             self._guides_in_use.check(request.sampling.guide)
         adapter = self._pin_or_fetch(request)
+        if isinstance(adapter, CachedAdapter):
+            self._give(sequence, adapter)
         self._live.add(sequence, time.monotonic() + self._seconds_of(request))
         if request.sampling.guide is not None:
             self._guides_in_use.add(request.sampling.guide)
         if isinstance(adapter, Fetch):
             self._parking.add(sequence, adapter)
             return
-        sequence.adapter = adapter
         try:
             self._pass_on(sequence)
         except Exception:
@@ -304,6 +305,15 @@ class Admission:
                 raise  # sources have the server's adapters only
             return self._remote.fetch(AdapterKey(request.lora_task_id, request.lora_name))
 
+    def _give(self, sequence: Sequence, adapter: CachedAdapter) -> None:
+        """Give a sequence its adapter, which is pinned. Raises AdapterNotInvoked; the pin is gone then."""
+        try:
+            sequence.lora_start = _lora_start(sequence.request, adapter)
+        except Exception:
+            self._loras.memory.unpin(adapter)
+            raise
+        sequence.adapter = adapter
+
     def _seconds_of(self, request: GenerationRequest) -> float:
         return self._timeout_s if request.timeout_s is None else min(request.timeout_s, self._timeout_s)
 
@@ -320,7 +330,7 @@ class Admission:
     def _take_up_fetched(self) -> Iterator[TokenOutput]:
         for sequence, fetch in self._parking.take_arrived():
             try:
-                sequence.adapter = self._pin_fetched(sequence, fetch)
+                self._give(sequence, self._pin_fetched(sequence, fetch))
             except RequestError as error:
                 self._forget(sequence)
                 yield error_output(sequence.request, error)
@@ -370,3 +380,14 @@ class Admission:
         self._live.remove(sequence)
         if (guide := sequence.request.sampling.guide) is not None:
             self._guides_in_use.remove(guide, sequence.guide)
+
+
+def _lora_start(request: GenerationRequest, adapter: CachedAdapter) -> int:
+    """The position from which on the adapter of a request computes. Raises AdapterNotInvoked."""
+    if request.lora_start is not None:
+        return request.lora_start
+    start = adapter.traits.start(request.prompt_token_ids)
+    if start is None:
+        tokens, num_prompt_tokens = adapter.traits.invocation_tokens, len(request.prompt_token_ids)
+        raise AdapterNotInvoked(request.lora_task_id, request.lora_name, tokens, num_prompt_tokens)
+    return start

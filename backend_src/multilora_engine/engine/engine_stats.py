@@ -10,10 +10,11 @@ import msgspec
 @dataclass(frozen=True)
 class PrefixCacheStats:
     """Since the start, in tokens: the tokens of the sequences that started to run, and how many of them were in the
-    cache."""
+    cache. base_hit_tokens: of these, tokens of sequences with an adapter that came from blocks of the base model."""
 
     queried_tokens: int = 0
     hit_tokens: int = 0
+    base_hit_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,10 @@ class BlockAllocator:
     ever shares a block with this one. A sequence that starts takes the known blocks of its tokens as they are; a block
     may have several users, and nobody writes a known one.
 
+    Where an adapter computes only from a later position on (`Sequence.lora_start`), the blocks that end before that are
+    the base model's, with its keys: the base model and all such adapters share them. The key of the block with the
+    position is also that of the adapter's digest and of the position, which all later blocks follow from.
+
     A block without users stays known until its place is wanted. Unknown ones go first, then the least recently used;
     of one sequence the later blocks go before the earlier ones, without which they could not be found.
     """
@@ -45,6 +49,7 @@ class BlockAllocator:
         self._weights_version = 0
         self._queried_tokens = 0
         self._hit_tokens = 0
+        self._base_hit_tokens = 0
 
     @property
     def num_blocks(self) -> int:
@@ -57,7 +62,7 @@ class BlockAllocator:
 
     @property
     def prefix_cache(self) -> PrefixCacheStats:
-        return PrefixCacheStats(self._queried_tokens, self._hit_tokens)
+        return PrefixCacheStats(self._queried_tokens, self._hit_tokens, self._base_hit_tokens)
 
     def can_start(self, *sequences: Sequence) -> bool:
         """Whether there are blocks for all tokens of sequences that have none."""
@@ -93,6 +98,9 @@ class BlockAllocator:
         assert has_grown
         self._queried_tokens += sequence.num_tokens
         self._hit_tokens += num_hit_tokens
+        if sequence.adapter is not None:
+            num_base_blocks = min(len(known), self._num_base_blocks(sequence))
+            self._base_hit_tokens += num_base_blocks * self.block_size
         return num_hit_tokens
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -197,6 +205,10 @@ class BlockAllocator:
                 blocks.append(block)
         return blocks
 
+    def _num_base_blocks(self, sequence: Sequence) -> int:
+        """How many blocks of a sequence with an adapter, the first ones, the base alone computes."""
+        return sequence.lora_start // self.block_size
+
     def _key(self, sequence: Sequence, index: int) -> bytes:
         """The key of a sequence's full block. A sequence keeps its keys: its tokens never change."""
         keys = sequence.block_table.keys
@@ -204,12 +216,15 @@ class BlockAllocator:
             start = len(keys) * self.block_size
             tokens = array("q", sequence.token_ids(start, start + self.block_size))
             parent = keys[-1] if keys else _root_key(sequence)
+            if sequence.lora_start and len(keys) == self._num_base_blocks(sequence):
+                parent = _key_of_start(parent, sequence)
             keys.append(hashlib.sha256(parent + tokens.tobytes()).digest())
         return keys[index]
 
     def _tell_stored(self, sequence: Sequence, index: int) -> None:
-        """Tell of a full block, unless its adapter has a later version: no prompt finds it then."""
-        adapter, request = sequence.adapter, sequence.request
+        """Tell of a full block, unless the adapter that computed it has a later version: no prompt finds it then."""
+        request = sequence.request
+        adapter = None if index < self._num_base_blocks(sequence) else sequence.adapter
         if adapter is not None and adapter.state.is_retired:
             return
         start = index * self.block_size
@@ -245,5 +260,14 @@ def _root_key(sequence: Sequence) -> bytes:
 
     A tenant that found another's would learn the other's prompts from the time and the counts.
     """
-    digest = "" if sequence.adapter is None else sequence.adapter.digest
+    digest = "" if sequence.adapter is None or sequence.lora_start else sequence.adapter.digest
     return hashlib.sha256(f"{sequence.request.sender.tenant}@{digest}".encode()).digest()
+
+
+def _key_of_start(parent: bytes, sequence: Sequence) -> bytes:
+    """The key from which an adapter goes on. parent: of the last block that the base alone computes, or the root.
+
+    With the position: of two blocks of the same tokens each has its own where the adapter starts at another token.
+    """
+    assert sequence.adapter is not None
+    return hashlib.sha256(parent + f"{sequence.adapter.digest}@{sequence.lora_start}".encode()).digest()

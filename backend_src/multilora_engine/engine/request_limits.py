@@ -74,6 +74,8 @@ class RequestLimits:
             raise InvalidRequest(
                 f"input_ids holds {prompt[position]} at position {position}, expected 0 .. {vocab_size - 1}"
             )
+        if request.lora_start is not None:
+            _check_lora_start(request.lora_start, request)
         if sampling.max_tokens < 0:
             raise InvalidRequest(f"max_tokens is {sampling.max_tokens}, expected at least 0")
         if sampling.end_id is not None and not -1 <= sampling.end_id < vocab_size:
@@ -116,6 +118,17 @@ class RequestLimits:
     def max_output_tokens(self, request: GenerationRequest) -> int:
         """The number of tokens that the request asks for, or that there is room for behind its prompt."""
         return min(request.sampling.max_tokens, self.max_model_len - len(request.prompt_token_ids))
+
+
+def _check_lora_start(start: int, request: GenerationRequest) -> None:
+    """Raises InvalidRequest for a start that is not in the prompt, or without an adapter that could start there."""
+    num_tokens = len(request.prompt_token_ids)
+    if not 0 <= start < num_tokens:
+        raise InvalidRequest(
+            f"lora_start is {start} and the prompt has {num_tokens} tokens, expected 0 .. {num_tokens - 1}"
+        )
+    if request.lora_task_id is None:
+        raise InvalidRequest(f"lora_start is {start} and the request names no adapter; send lora_task_id or lora_name")
 
 
 def _check_numbers(request: GenerationRequest) -> None:

@@ -140,9 +140,9 @@ class ModelRunner:
             "block_tables": block_tables,
             "logits_indices": _logits_indices(step, ends),
         }
-        lora_indices = self._lora_indices(step)
+        lora_indices = [self._lora_index(scheduled) for scheduled in step]
         if any(index >= 0 for index in lora_indices):
-            arrays["lora_mapping"] = np.repeat(lora_indices, query_lens)
+            arrays["lora_mapping"] = _lora_mapping(step, lora_indices)
         if any(scheduled.sequence.num_pending_tokens for scheduled in step):
             arrays["pending"] = _pending(step, before)
         sent = dict(zip(arrays, arrays_to_device(list(arrays.values()), self._device), strict=True))
@@ -162,10 +162,23 @@ class ModelRunner:
             else TokenLoRAs(self._loras.tables, lora_mapping, self._loras.outer_parts(lora_indices)),
         )
 
-    def _lora_indices(self, step: list[ScheduledSequence]) -> list[int]:
-        """Each sequence's row in the tables, -1 for the base model."""
-        adapters = [scheduled.sequence.adapter for scheduled in step]
-        return [-1 if adapter is None else self._loras.lora_index(adapter) for adapter in adapters]
+    def _lora_index(self, scheduled: ScheduledSequence) -> int:
+        """The row in the tables of the adapter that computes the last of these tokens, -1 for the base model."""
+        sequence = scheduled.sequence
+        if sequence.adapter is None or scheduled.start + scheduled.num_tokens <= sequence.lora_start:
+            return -1
+        return self._loras.lora_index(sequence.adapter)
+
+
+def _lora_mapping(step: list[ScheduledSequence], lora_indices: list[int]) -> NDArray[np.int64]:
+    """Each token's row in the tables, -1 for the base model. lora_indices: of the last token of each sequence."""
+    mapping = np.repeat(lora_indices, [scheduled.num_tokens for scheduled in step])
+    end = 0
+    for scheduled in step:
+        start, end = end, end + scheduled.num_tokens
+        if scheduled.start < scheduled.sequence.lora_start:
+            mapping[start : start + scheduled.num_base_tokens] = -1
+    return mapping
 
 
 def _begins_block(scheduled: ScheduledSequence, block_size: int) -> bool:

@@ -26,6 +26,11 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
         return self.num_tokens == 1 and self.start >= len(self.sequence.request.prompt_token_ids)
 
     @property
+    def num_base_tokens(self) -> int:
+        """How many of these tokens, the first ones, the base computes although the sequence has an adapter."""
+        return min(self.num_tokens, max(0, self.sequence.lora_start - self.start))
+
+    @property
     def context_positions(self) -> range:
         """The prompt's tokens in this step whose logits the request wants and has not got before a preemption."""
         sequence = self.sequence

@@ -199,6 +199,8 @@ class Sequence:
         only its `status`, `times` and place in the queues count.
 
     Written by `Admission`:
+    lora_start: the position from which on the adapter computes; the base computes all tokens before that. It never
+        moves: neither chunks nor a preemption nor the tokens of the answer change it.
     guide: decides which tokens may come next; None lets any, and before the start means that it is not compiled yet.
         Like `text` it survives a preemption.
 
@@ -233,6 +235,7 @@ class Sequence:
     text: TextStream
     random: Random
     max_output_tokens: int
+    lora_start: int = 0
     guide: GuideMatcher | None = None
     output_token_ids: list[int] = field(default_factory=list)
     num_pending_tokens: int = 0
@@ -279,6 +282,7 @@ class Sequence:
             text=self.text,
             random=self.random,
             max_output_tokens=self.max_output_tokens,
+            lora_start=self.lora_start,
             bias=self.bias,
             search=self.search,
         )

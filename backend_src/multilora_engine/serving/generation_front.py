@@ -214,6 +214,7 @@ def _expand(
                 lora_name,
                 num_tokens_ahead=num_tokens,
                 tells_perf=call.is_streaming and (call.returns_perf or call.returns_kv_cache),
+                lora_start=call.lora_starts[batch_index],
             )
             num_tokens += len(prompt) + sampling.max_tokens
             requests.append(request)

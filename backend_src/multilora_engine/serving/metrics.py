@@ -129,6 +129,9 @@ PROMPT_WAIT = _gauge("longest_prompt_wait_seconds", "The time that a prompt whic
 LATE_PROMPTS = _counter("late_prompts", "Prompts that waited longer than 10 s")
 PREFIX_QUERIED = _counter("prefix_cache_queried_tokens", "Tokens of requests looked up in the prefix cache")
 PREFIX_HITS = _counter("prefix_cache_hit_tokens", "Tokens whose keys and values the prefix cache had")
+PREFIX_BASE_HITS = _counter(
+    "prefix_cache_base_hit_tokens", "Tokens of requests with an adapter whose keys and values were the base model's"
+)
 ENGINE_RESTARTS = _counter("engine_restarts", "Times that the engine process died or hung and was started again")
 LORA_REQUESTS_INFO = _gauge(
     "lora_requests_info", "Adapters in use, as gateways read them; the value is the time: the largest is the latest"
@@ -193,6 +196,7 @@ def _engine_samples(stats: EngineStats) -> Iterator[Sample]:
     yield Sample(LATE_PROMPTS, (), stats.prompt_waits.num_late)
     yield Sample(PREFIX_QUERIED, (), stats.prefix_cache.queried_tokens)
     yield Sample(PREFIX_HITS, (), stats.prefix_cache.hit_tokens)
+    yield Sample(PREFIX_BASE_HITS, (), stats.prefix_cache.base_hit_tokens)
 
 
 def _request_samples(stats: RequestStats) -> Iterator[Sample]:

@@ -27,7 +27,8 @@ from multilora_engine.text.tokenizer import Tokenizer
 class GenerateCall:
     """One prompt a row, all answered together, each by `num_sequences` answers: drawn, or the best of its beams.
 
-    lora_names: of each row, empty without one; the task id that goes with it is in `lora_task_ids`.
+    lora_names: of each row, empty without one; the task id that goes with it is in `lora_task_ids`. lora_starts: the
+    positions from which on their adapters compute, None without one.
     priorities: of each row, smaller ones first.
     """
 
@@ -36,6 +37,7 @@ class GenerateCall:
     sampling: list[SamplingParams]
     lora_task_ids: list[int | None]
     lora_names: list[str]
+    lora_starts: list[int | None]
     priorities: list[int]
     adapter: SentAdapter | None
     is_streaming: bool
@@ -80,6 +82,8 @@ def read_call(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> G
     refuse_unsupported(inputs)
     check_adapter_tensors(inputs)
     if has_weights(inputs) and not inputs.present(*_PROMPTS, *MAX_TOKENS):
+        if "lora_start" in inputs:
+            raise InvalidRequest("lora_start goes with a prompt, and the request only stores an adapter")
         return UploadCall(read_adapter(inputs, info), lora_name=inputs.text("lora_name", 0) or "")
     return _read_generate(inputs, info, tokenizer)
 
@@ -97,6 +101,7 @@ def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer)
         ],
         lora_task_ids=[read_task_id(inputs, row) for row in rows],
         lora_names=[inputs.text("lora_name", row) or "" for row in rows],
+        lora_starts=[inputs.scalar("lora_start", row) for row in rows],
         priorities=[inputs.scalar("priority", row) or 0 for row in rows],
         is_streaming=is_streaming,
         excludes_input=inputs.common("exclude_input_in_output", default=info.exclude_input_in_output),

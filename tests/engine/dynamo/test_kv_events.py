@@ -106,11 +106,12 @@ def test_before_there_is_a_router_nothing_is_told() -> None:
     assert set(router.blocks) == numbers(3), "block 2 is behind one that the router never had"
 
 
-def sequence(tokens: list[int], name: str, salt: str) -> EngineSequence:
+def sequence(tokens: list[int], name: str, salt: str, start: int = 0) -> EngineSequence:
     adapter = CachedAdapter(7, f"digest of {name}", ranks=(), shape=PageShape(0)) if name else None
     sender = Sender(tenant=salt)
     request = GenerationRequest("r", tokens, SamplingParams(max_tokens=1), lora_name=name, sender=sender)
-    return EngineSequence(request, 0, adapter, cast(TextStream, None), Random(0), max_output_tokens=1)
+    text = cast(TextStream, None)
+    return EngineSequence(request, 0, adapter, text, Random(0), max_output_tokens=1, lora_start=start)
 
 
 def computed(blocks: BlockAllocator, one: EngineSequence) -> None:
@@ -149,6 +150,30 @@ def test_versions_that_were_replaced_tell_nothing_more() -> None:
     assert events.take() == []
 
 
+def test_a_block_is_told_as_the_one_s_who_computed_it(router: Router, publisher: BlockPublisher) -> None:
+    events = BlockEvents()
+    events.want()
+    blocks = BlockAllocator(20, BLOCK_SIZE, events=events)
+    tokens = list(range(70))
+    computed(blocks, judge := sequence(tokens, "judge", "salt", start=40))
+    told = [event for event in events.take() if isinstance(event, BlockStored)]
+    assert [(event.lora_name, event.digest) for event in told] == [("", "")] * 2 + [("judge", "digest of judge")] * 2
+    assert [event.parent_key for event in told] == [b"", *(event.key for event in told[:-1])]
+    assert {event.tenant for event in told} == {"salt"}
+    publisher.on_events(list(told))
+    assert [name for _, name, _ in router.blocks.values()] == [None, None, "judge", "judge"]
+    for name, start, number in (("guard", 33, 2), ("", 0, 2), ("judge", 40, 0), ("judge", 47, 2)):
+        computed(blocks, sequence(tokens, name, "salt", start))
+        assert len(events.take()) == number, (name, start)
+    assert judge.adapter is not None
+    judge.adapter.state.move(Version.RETIRED)
+    other = sequence([9, *tokens], "judge", "salt", start=40)
+    other.adapter = judge.adapter
+    computed(blocks, other)
+    told = [event for event in events.take() if isinstance(event, BlockStored)]
+    assert [event.lora_name for event in told] == ["", ""], "blocks of the base outlive a version of an adapter"
+
+
 def test_dynamo_s_router_knows_each_block_by_the_hash_of_its_tokens_name_and_salt(
     default_model_dir: Path, tmp_path: Path, seed: int
 ) -> None:
@@ -161,10 +186,14 @@ def test_dynamo_s_router_knows_each_block_by_the_hash_of_its_tokens_name_and_sal
         tokens = [random.randrange(49152) for _ in range(random.randrange(1, 120))]
         name = random.choice(["", "pirate", "org/adapter-1", f"a{index}"])
         salt = random.choice(["", "acme", f"s{index}"])
-        computed(blocks, sequence(tokens, name, salt))
-        expected += llm.compute_block_hash_for_seq(
-            tokens, BLOCK_SIZE, lora_name=name or None, cache_namespace=salt or None
+        start = random.choice([0, random.randrange(len(tokens))]) if name else 0
+        computed(blocks, sequence(tokens, name, salt, start))
+        of_base, of_adapter = (
+            llm.compute_block_hash_for_seq(tokens, BLOCK_SIZE, lora_name=one, cache_namespace=salt or None)
+            for one in (None, name or None)
         )
+        num_base = start // BLOCK_SIZE
+        expected += of_base[:num_base] + of_adapter[num_base:]
     events: list[BlockEvent] = told.take()
     environ = {"DYN_FILE_KV": str(tmp_path), "DYN_EVENT_PLANE_HOST": "127.0.0.1", "DYN_TCP_RPC_HOST": "127.0.0.1"}
     done = subprocess.run(

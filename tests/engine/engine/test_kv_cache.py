@@ -20,11 +20,11 @@ from multilora_wire.layout import PageShape
 BLOCK_SIZE = 4
 
 
-def sequence(tokens: list[int], digest: str | None = None, tenant: str = "") -> Sequence:
+def sequence(tokens: list[int], digest: str | None = None, tenant: str = "", start: int = 0) -> Sequence:
     adapter = None if digest is None else CachedAdapter(7, digest, ranks=(), shape=PageShape(0))
     sender = Sender(tenant=tenant, name=tenant)
     request = GenerationRequest("r", tokens, SamplingParams(max_tokens=1), sender=sender)
-    return Sequence(request, 0, adapter, cast(TextStream, None), Random(0), max_output_tokens=1)
+    return Sequence(request, 0, adapter, cast(TextStream, None), Random(0), max_output_tokens=1, lora_start=start)
 
 
 def compute(blocks: PoisonedBlocks, one: Sequence, end: int | None = None) -> int:
@@ -89,6 +89,63 @@ def test_what_is_reused_of_a_prompt_tells_of_the_tenants_own_prompts_alone(
         ]
         assert compute(blocks, sequence(tokens, tenant=tenant)) == known[-1]
         seen.setdefault(tenant, []).append(tokens)
+
+
+def test_adapters_that_start_later_share_the_blocks_before_that_with_the_base_and_with_each_other() -> None:
+    tokens = list(range(18))
+    for warm in (None, "a"):
+        blocks = PoisonedBlocks(60, BLOCK_SIZE)
+        assert compute(blocks, sequence(tokens, warm, start=10 if warm else 0)) == 0
+        known = {
+            ("b", 10): 8,  # two blocks end before the position
+            ("b", 8): 8,
+            ("b", 12): 12 if warm is None else 8,
+            ("b", 3): 0,
+            ("b", 0): 0,
+            ("a", 11): 8,  # another position in the same block
+            ("a", 10): 8 if warm is None else 16,
+            ("a", 0): 0,
+        }
+        for (digest, start), num_tokens in known.items():
+            one = sequence(tokens, digest, start=start)
+            assert len(blocks._known_prefix(one)) * BLOCK_SIZE == num_tokens, (digest, start)
+        assert compute(blocks, sequence(tokens)) == (16 if warm is None else 8)
+        assert blocks.prefix_cache.base_hit_tokens == 0
+        assert compute(blocks, sequence(tokens, "c", start=17)) == 16
+        assert blocks.prefix_cache.base_hit_tokens == 16
+        assert compute(blocks, sequence(tokens, "c", start=9)) == 8
+        assert compute(blocks, sequence(tokens, "c", start=9)) == 16
+        assert blocks.prefix_cache.base_hit_tokens == 16 + 8 + 8
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    asked=st.lists(
+        st.tuples(
+            st.sampled_from(["", "acme"]),
+            st.sampled_from([None, "a", "b"]),
+            st.lists(st.integers(0, 1), min_size=1, max_size=14),
+            st.integers(0, 13),
+        ),
+        max_size=14,
+    )
+)
+def test_exactly_what_would_be_computed_again_is_reused(
+    asked: list[tuple[str, str | None, list[int], int]],
+) -> None:
+    """Against a model that has no keys: it remembers who computed each token, after which others."""
+    blocks = PoisonedBlocks(80, BLOCK_SIZE)
+    seen: set[tuple[str, tuple[tuple[str, int], ...]]] = set()
+    for tenant, digest, tokens, at in asked:
+        start = 0 if digest is None else at % len(tokens)
+        computed = tuple(("" if i < start else digest or "", token) for i, token in enumerate(tokens))
+        ends = range(BLOCK_SIZE, len(tokens), BLOCK_SIZE)
+        known = max((end for end in ends if (tenant, computed[:end]) in seen), default=0)
+        one = sequence(tokens, digest, tenant, start)
+        assert compute(blocks, one) == known
+        seen.update((tenant, computed[:end]) for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE))
+        blocks.free(one)
+        blocks.check_integrity([])
 
 
 def test_a_block_is_only_found_behind_the_blocks_it_was_computed_behind() -> None:
@@ -193,7 +250,7 @@ def branch(blocks: PoisonedBlocks, beams: list[Sequence], parents: list[int]) ->
     spare = [sequence(beams[0].request.prompt_token_ids) for _ in parents[len(beams) :]]
     after = [*beams, *spare][: len(parents)]
     for one in spare:
-        one.adapter = beams[0].adapter
+        one.adapter, one.lora_start = beams[0].adapter, beams[0].lora_start
     copies = blocks.branch(beams, after, parents)
     if copies is None:
         for one in beams:
@@ -241,7 +298,8 @@ def test_nobody_ever_reads_what_is_not_its_own(num_blocks: int, seed: int) -> No
         if action == "start":
             known = rng.choice(seen)
             prompt = known[: rng.randrange(1, len(known) + 1)] + [rng.randrange(2) for _ in range(rng.randrange(6))]
-            one = sequence(prompt, rng.choice([None, "a"]))
+            digest = rng.choice([None, "a"])
+            one = sequence(prompt, digest, start=rng.randrange(len(prompt)) if digest else 0)
             if blocks.can_start(one):
                 compute(blocks, one)
                 one.num_computed_tokens = one.num_tokens

@@ -285,11 +285,13 @@ def test_rows_have_their_own_prompt_sampling_and_adapter(read: Any) -> None:
             "max_tokens": [[2], [4]],
             "seed": [[0], [1]],
             "lora_task_id": [[0], [2**64 - 1]],
+            "lora_start": [[2], [0]],
         }
     )
     assert call.prompts == [[5, 6, 7], [8]]
     assert [(sampling.max_tokens, sampling.seed) for sampling in call.sampling] == [(2, 0), (4, 1)]
     assert call.lora_task_ids == [0, 2**64 - 1]
+    assert call.lora_starts == [2, 0]
     assert call.adapter is None
 
 
@@ -339,6 +341,11 @@ def test_an_adapter_and_an_id_alone_are_an_upload(read: Any) -> None:
     assert isinstance(call, UploadCall)
     expected = pack_adapter(WIRE.weights, WIRE.config, TINY)
     assert (call.adapter.lora_task_id, call.adapter.pack().digest) == (3, expected.digest)
+
+
+def test_an_upload_alone_starts_nowhere(read: Any) -> None:
+    with pytest.raises(InvalidRequest, match="lora_start goes with a prompt"):
+        read({"lora_weights": WEIGHTS, "lora_config": CONFIG, "lora_task_id": [[3]], "lora_start": [[0]]})
 
 
 def test_an_adapter_with_max_tokens_but_no_prompt_is_no_upload(read: Any) -> None:
