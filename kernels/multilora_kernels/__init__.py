@@ -1,21 +1,25 @@
 """Batched multi-LoRA operators, y[slice] += (x A^T) B^T for tokens of many adapters of many ranks, base linears, and
 attention over a paged cache.
 
-Public: `LoRATables` (where every adapter's weights lie), `LoRASegments` and `lora_segments` (which tokens belong to
-which adapter, built once per step), `lora_shrink` and `lora_expand` (one call each per fused linear), `lora_apply`
-(both in one), `lora_linear` (the base linear with them), `lora_embedding` (the first half for embeddings);
-`TokenRowTables` of `TokenRows` (an adapter's own rows of embeddings and head); `PackedWeight`, `packed_linear` and
-`packed_embedding` (the base model's weights and their use), `activation_dtype` (of their inputs), `HugePages` (where
-they lie) and `MemoryAhead` (takes that memory ahead of its use); `QuantizedWeight` of a `CodeType`, `quantized_linear`,
-`quantized_lora_linear` and `quantized_embedding` (the same for weights of 4 and 8 bits); `paged_attention` over
-`PagedSequences` with `AttentionOptions` where `has_paged_attention`, and `rotary_attention` (with the steps before it),
-by `rotary_angles`; `store_rows` (alone); `kv_row_size`, `kv_head_dim` and `load_rows` (of the cache, which may be in
-codes of 8 bits); `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul` and `gelu_tanh` (the work between
-linears); `decoder_layers` and `decoder_logits` (all of these in one call, for a `PackedDecoder` of `PackedLayer`s of
-`PackedLayerLinear`s and a `PackedHead`, by `LayerStep`s); `sample_tokens` by `SamplingRule`s, or the `most_probable`
-ones, behind `penalise_tokens` and `forbid_tokens`, within `LARGEST_LOGIT`; `fill_step_inputs` (`StepInputs` of a
-captured graph); `load_cpu_kernels` (builds the CPU operators ahead of their first use) and `forget_adapters` (lets go
-of the last call's).
+Public, by purpose:
+- adapters: `LoRATables` say where every adapter's weights lie. `lora_segments` makes the `LoRASegments` once a step:
+  which tokens belong to which adapter. `lora_shrink` and `lora_expand` are called once for each fused linear;
+  `lora_apply` is both in one call, `lora_linear` is the base linear with both, and `lora_embedding` is the first half
+  for embeddings. `TokenRowTables` of `TokenRows` are an adapter's own rows of embeddings and head.
+- base weights: `PackedWeight`, used by `packed_linear` and `packed_embedding`, with inputs of `activation_dtype`.
+  `HugePages` is their memory; `MemoryAhead` takes that memory before it is used.
+- quantised base weights: `QuantizedWeight` of a `CodeType`, used by `quantized_linear`, `quantized_lora_linear` and
+  `quantized_embedding`.
+- attention: `paged_attention` over `PagedSequences` with `AttentionOptions`, on devices that `has_paged_attention`.
+  `rotary_attention` also rotates, by `rotary_angles`, and writes the cache; `store_rows` only writes it.
+  `kv_row_size`, `kv_head_dim` and `load_rows` read caches, also caches of 8-bit codes.
+- between linears: `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul`, `gelu_tanh`.
+- all in one call: `decoder_layers` and `decoder_logits`, for a `PackedDecoder` of `PackedLayer`s (of
+  `PackedLayerLinear`s) and a `PackedHead`, with a `LayerStep` for each kind of layer.
+- choice: `penalise_tokens` and `forbid_tokens` change logits within `LARGEST_LOGIT`; then `sample_tokens` chooses by
+  `SamplingRule`s, or `most_probable` takes the largest logit.
+- the rest: `fill_step_inputs` fills the `StepInputs` of a captured graph. `load_cpu_kernels` builds the CPU operators
+  before their first use. `forget_adapters` drops what is kept of the last call's adapters.
 
 Every operator has its file here, with checks and shapes:
 lora_linear, apply, shrink, expand         a linear with its LoRA update, and the update's two halves

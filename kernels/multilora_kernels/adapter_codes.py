@@ -1,20 +1,20 @@
 """Adapters stored as codes of 8 or 4 bits with scales: the meaning of the bytes. The dtype of the arena tells the kind.
 
-*int8*. A [rank, in] is `rank` scales, float32, filled up with zeros to a multiple of 64 bytes, then the codes
-[rank, in], int8: A[j, k] = scale[j] * code[j, k]. B [out, rank] is panels of 16 outputs, the last one filled up with
-zeros; a panel is 16 scales, bfloat16, then the codes [rank, 16], int8: B[n, j] = scale[n] * code[j, n]. A kernel so
-reads a panel from one end to the other, and has 16 outputs side by side.
+*int8*. A [rank, in] is `rank` float32 scales, filled up with zeros to a multiple of 64 bytes, then the int8 codes
+[rank, in]: A[j, k] = scale[j] * code[j, k]. B [out, rank] is panels of 16 outputs; the last panel is filled up with
+zeros. A panel is 16 bfloat16 scales, then the int8 codes [rank, 16]: B[n, j] = scale[n] * code[j, n]. So a kernel reads
+a panel from one end to the other, and has 16 outputs side by side.
 
-*fp8*. The same, but each code is a float8_e4m3fn, a number; the largest magnitude that shares a scale has the code 448.
+*fp8*. As int8, but each code is a float8_e4m3fn. The largest magnitude that shares a scale has the code 448.
 
-*int4*. The panels of int8, cut into blocks of at most 16 columns, each with 16 scales of its own; a block is its
-scales, then [columns / 2, 16] bytes, which hold an even column in their lower and the odd one after it in their upper
-four bits as two's complement. B has its ranks as columns. A has a panel for each rank: the inputs 16 c .. 16 c + 15 are
-its column c.
+*int4*. The panels of int8, cut into blocks of at most 16 columns. Each block has 16 scales of its own. A block is its
+scales, then [columns / 2, 16] bytes. A byte holds an even column in its lower four bits and the next column in its
+upper four bits, as two's complement. In B, the columns are the ranks. A has a panel for each rank, in which the inputs
+16 c .. 16 c + 15 are column c.
 
-The update's error |B' A' - B A| / |B A|, of matrices of normally distributed values, is at most 1.1 % for int8, 4.3 %
-for fp8 and 11 % for int4; at rank 16 and 576 inputs it is 0.9 %, 3.4 % and 10.3 %. Codes of a row of A depend on no
-other row, and those of an output on no other output.
+For matrices of normally distributed values, the update's error |B' A' - B A| / |B A| is at most 1.1 % for int8, 4.3 %
+for fp8 and 11 % for int4. At rank 16 and 576 inputs it is 0.9 %, 3.4 % and 10.3 %. The codes of a row of A depend on no
+other row, and the codes of an output of B on no other output.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ CODE_BITS = {torch.int8: 8, torch.float8_e4m3fn: 8, torch.uint8: 4}
 
 
 def a_header_bytes(rank: int) -> int:
-    """Bytes before the codes of 8 bits of an A."""
+    """The bytes of an A before its 8-bit codes."""
     return _round_up(4 * rank, _HEADER_UNIT)
 
 
 def panel_bytes(columns: int, bits: int) -> int:
-    """Bytes of a panel of B with so many ranks, or for 4 bits of a row of A with so many columns of inputs."""
+    """The bytes of a panel with `columns` columns: the ranks of B, or for 4 bits the columns of inputs of A."""
     if bits == 8:
         return SCALE_BYTES + LANES * columns
     whole, rest = divmod(columns, BLOCK_COLUMNS)
@@ -63,7 +63,7 @@ def b_bytes(out_features: int, rank: int, bits: int) -> int:
 
 
 def dequantize_a(stored: torch.Tensor, rank: int, in_features: int, arena: torch.dtype) -> torch.Tensor:
-    """The values of the bytes of an A: [rank, in_features], float32. stored: uint8, may go on behind A."""
+    """The values of the bytes of an A: [rank, in_features], float32. stored: uint8; other bytes may follow A."""
     bits = CODE_BITS[arena]
     stored = stored[: a_bytes(rank, in_features, bits)]
     if bits == 4:
@@ -74,7 +74,7 @@ def dequantize_a(stored: torch.Tensor, rank: int, in_features: int, arena: torch
 
 
 def dequantize_b(stored: torch.Tensor, out_features: int, rank: int, arena: torch.dtype) -> torch.Tensor:
-    """The values of the bytes of a B: [out_features, rank], float32. stored: uint8, may go on behind B."""
+    """The values of the bytes of a B: [out_features, rank], float32. stored: uint8; other bytes may follow B."""
     bits = CODE_BITS[arena]
     stored = stored[: b_bytes(out_features, rank, bits)]
     panels = -(-out_features // LANES)

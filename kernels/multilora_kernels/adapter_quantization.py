@@ -1,4 +1,4 @@
-"""Floats of adapters become the codes of `adapter_codes`: compiled, or by torch where there is no compiler."""
+"""Makes the codes of `adapter_codes` from floats, by a compiled kernel, or by torch if there is no compiler."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def _byte_codes(
 
 
 def _nibble_codes(values: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_byte_codes`, of 4 bits, as int8.
+    """As `_byte_codes`, but codes of 4 bits, as int8.
 
-    The value of the largest magnitude becomes -8; of that scale and two smaller ones, which cut the largest values off,
-    the one is taken whose squared error is least.
+    By the largest scale, the value of the largest magnitude becomes -8. Two smaller scales cut the largest values off.
+    The scale with the least squared error is taken.
     """
     low, high = values.amin(dim, keepdim=True), values.amax(dim, keepdim=True)
     scale = _least_error_scale(values, torch.where(high < -low, low, high), dim)

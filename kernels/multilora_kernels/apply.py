@@ -21,7 +21,7 @@ def lora_apply(
 ) -> None:
     """y[t, slice s] += x[t] @ A(l(t), first_slice + s)^T @ B(l(t), first_slice + s)^T in place.
 
-    `lora_shrink` then `lora_expand`, with their arguments and results, in one call: a small batch on a CPU would spend
-    most of its time in two.
+    `lora_shrink` then `lora_expand`, with the same arguments and results. One call saves most of a small batch's time
+    on a CPU.
     """
     operator("lora_apply", x)(x, y, tables, first_slice, slice_sizes, segments)

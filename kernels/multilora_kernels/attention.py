@@ -1,5 +1,5 @@
-"""`paged_attention`: attention of many sequences over one paged cache, in one call; `rotary_attention`: with the steps
-before it, the rotation of queries and keys and the writing of the cache.
+"""`paged_attention`: attention of many sequences over one paged cache, in one call. `rotary_attention` first rotates
+queries and keys and writes the cache.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from multilora_kernels.kv_rows import kv_head_dim
 
 
 class PagedSequences(NamedTuple):
-    """The sequences of a step: which tokens of the batch are theirs, and where their keys and values lie.
+    """The sequences of a step: which tokens of the batch belong to each, and where its keys and values lie.
 
     block_tables: [num_sequences, max blocks] int64; position p of a sequence has the slot
-        block_table[p // block_size] * block_size + p % block_size. Slots behind its context are not read.
-    query_starts: [num_sequences + 1] int64, the first token of each sequence in the batch, and the end of the last.
-    context_lens: [num_sequences] int64, keys of each sequence; the last of them are those of its tokens in the batch.
-    num_decodes: so many sequences, the first ones, have one token each, which the kernel of decodes computes. Any other
-        token's result has the same bits whatever tokens of its own sequence are in the batch beside it.
-    window: how many newest keys a token attends to, its own included; None is all.
+        block_table[p // block_size] * block_size + p % block_size. Slots after its context are not read.
+    query_starts: [num_sequences + 1] int64, the first token of each sequence in the batch, then the end of the last.
+    context_lens: [num_sequences] int64, the number of keys of each sequence, including its tokens in the batch.
+    num_decodes: the number of sequences with one token that the decode kernel computes; they come first. The result of
+        any other token has the same bits, whatever other tokens of its sequence are in the batch.
+    window: the number of newest keys that a token attends to, including its own; None means all.
     """
 
     block_tables: torch.Tensor
@@ -37,13 +37,13 @@ class PagedSequences(NamedTuple):
 class AttentionOptions(NamedTuple):
     """How a layer's scores become weights.
 
-    scale: factor of q K^T; None is 1 / sqrt(head_dim).
-    softcap: scores become softcap * tanh(scores / softcap) before any key is masked; 0 leaves them as they are. Gemma 2
-        (arXiv:2408.00118) has it.
-    sinks: [num_heads], a score of each query head that takes part in the softmax's denominator and has no value; None
-        is none. gpt-oss (arXiv:2508.10925) has them.
-    may_round: whether queries and weights may be rounded to bfloat16, for keys and values of bfloat16. On a CPU that
-        multiplies pairs of these quicker than floats they are, as bfloat16 arithmetic does; sums stay float32.
+    scale: factor of q K^T; None means 1 / sqrt(head_dim).
+    softcap: scores become softcap * tanh(scores / softcap) before any key is masked; 0 leaves them. Gemma 2
+        (arXiv:2408.00118) has a softcap.
+    sinks: [num_heads], for each query head a score without a value, which counts in the softmax's denominator; None for
+        no sinks. gpt-oss (arXiv:2508.10925) has sinks.
+    may_round: whether queries and weights may be rounded to bfloat16, beside keys and values of bfloat16. A CPU that
+        multiplies pairs of bfloat16 faster than floats rounds them, as bfloat16 arithmetic does. Sums stay float32.
     """
 
     scale: float | None = None
@@ -56,7 +56,7 @@ _PLAIN = AttentionOptions()
 
 
 def has_paged_attention(device: torch.device) -> bool:
-    """Whether operators attend on this device: on a GPU, and on a CPU with compiled kernels."""
+    """Whether this device has operators of attention: a GPU has, and a CPU with compiled kernels."""
     return has_gpu_operators(device) or load_cpu_kernels()
 
 
@@ -70,12 +70,12 @@ def paged_attention(
     """softmax(scale q K^T) V over the keys up to each token's own position, with float32 arithmetic.
 
     q: [num_tokens, num_heads, head_dim], float32, bfloat16 or float16.
-    keys, values: [num_slots, num_kv_heads, head_dim], of one of the same types and the same strides, or codes of them,
-        int8 or, on a CPU, float8_e4m3fn [num_slots, num_kv_heads, head_dim + SCALE_BYTES] (`kv_rows`); query head h
-        reads the key-value head h // (num_heads / num_kv_heads).
-    options: the scale, and the other changes of scores.
-    Returns [num_tokens, num_heads * head_dim] in the dtype of q. A token's result has the same bits beside any other
-    sequences there are.
+    keys, values: [num_slots, num_kv_heads, head_dim], of one of these types, with equal strides. Or codes, int8 or, on
+        a CPU, float8_e4m3fn, [num_slots, num_kv_heads, head_dim + SCALE_BYTES] (`kv_rows`). Query head h reads the
+        key-value head h // (num_heads / num_kv_heads).
+    options: the scale and the other changes of scores.
+    Returns [num_tokens, num_heads * head_dim] in the dtype of q. A token's result has the same bits whatever other
+    sequences are in the batch.
     """
     library = compiled_for(q)
     if library is not None:
@@ -96,15 +96,15 @@ def rotary_attention(
     is_interleaved: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Turn queries and keys, store keys and values, then `paged_attention`; all of it with float32 arithmetic.
+    """Rotate queries and keys, store keys and values, then do `paged_attention`, all in float32 arithmetic.
 
     qkv: [num_tokens, (num_heads + 2 num_kv_heads) * head_dim], the heads of queries, keys and values side by side;
         float32, bfloat16 or float16, as are cos and sin.
     cos, sin: [num_tokens, 1, rotary_dim]; element i < rotary_dim of a head becomes x[i] * cos[i] + x[j] * sin[i], where
         j is (i + rotary_dim / 2) % rotary_dim, or i ^ 1 if `is_interleaved`. The other elements of a head stay as they
-        are: all of them if rotary_dim is 0.
-    keys, values: as for `paged_attention`, written in place. slots: [num_tokens] int64, where each token's belong.
-    options: as for `paged_attention`. out: takes the result, contiguous, and is returned; a GPU writes it there.
+        are. If rotary_dim is 0, all elements stay.
+    keys, values: as for `paged_attention`, written in place. slots: [num_tokens] int64, the slot of each token.
+    options: as for `paged_attention`. out: contiguous; if it is given, the result is written to it and it is returned.
     Returns [num_tokens, num_heads * head_dim] in the dtype of qkv.
     """
     step = (qkv, cos, sin, keys, values, slots)

@@ -1,9 +1,9 @@
 """The order of the codes of a weight that is stored for GPUs.
 
-Tensor cores take their left side from registers in tiles of 16 inputs, of which a thread holds two neighbours from each
-half, for two outputs. So the codes that a thread holds of a tile of more inputs lie side by side here: it fetches 16
-bytes at once, and they become registers of two floats without being sorted. In the order of the inputs it fetched
-single bytes, and the linears of a layer of 8B in int4 took 150 us for 64 rows on an H200, in place of 97.
+Tensor cores take their left side from registers in tiles of 16 inputs. A thread holds two neighbours from each half of
+a tile, for two outputs. In this order, the codes that one thread needs of a larger tile lie side by side. So a thread
+fetches 16 bytes at once, and the codes become registers of two floats without being sorted. In the order of the inputs,
+a thread would fetch single bytes: the linears of a layer of 8B in int4 took 150 us for 64 rows on an H200, against 97.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _LARGEST_TILE, _LEAST_TILE = 128, 32
 
 
 def tile_inputs(group_size: int, in_features: int) -> int:
-    """The inputs of a tile, none of which spans two groups: 32, 64 or 128; 0 where groups are too short or odd for any.
+    """The number of inputs in a tile: 32, 64 or 128, so that no tile spans two groups. 0 if no such tile fits.
 
-    Codes in tiles are padded to whole ones; without tiles they lie in the order of the inputs.
+    Codes are padded to whole tiles. Without tiles, codes lie in the order of the inputs.
     """
     if group_size >= in_features:
         return _LARGEST_TILE

@@ -14,7 +14,7 @@ from multilora_kernels.interpreter import has_gpu_operators
 
 
 def operator(name: str, x: torch.Tensor) -> Callable[..., Any]:
-    """The function that computes an operator on the device of `x`, with the arguments that it has there.
+    """The function that computes an operator on the device of `x`. Its arguments depend on the device.
 
     On a GPU, and in Triton's interpreter, it is a kernel of `cuda`; on a CPU a compiled function; else the reference.
     """
@@ -34,5 +34,5 @@ def gpu_operator(name: str) -> Callable[..., Any]:
 
 
 def compiled_for(x: torch.Tensor) -> ModuleType | None:
-    """The compiled library where it computes on `x`: on a CPU that has a compiler. None elsewhere."""
+    """The compiled library if it computes on `x`: on a CPU, with a compiler. Else None."""
     return None if x.is_cuda else compiled_library()

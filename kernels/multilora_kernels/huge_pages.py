@@ -1,8 +1,8 @@
 """Memory for the tensors that every step reads, in huge pages where Linux has them.
 
-A step reads every weight once, from one end to the other, and its sequences' keys and adapters. The processor's
-prefetchers stop at the end of a page, and each page's address must be looked up, on a virtual machine twice. Memory
-from malloc for a weight of some megabytes begins in the middle of a huge page, and so is small pages mostly or all.
+A step reads every weight once from one end to the other, and the keys and adapters of its sequences. The processor's
+prefetchers stop at the end of a page. Each page's address must be looked up, on a virtual machine twice. Memory from
+malloc for a weight of some megabytes begins in the middle of a huge page, so that most or all of it is small pages.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def are_switched_off(setting: Path = _SETTING) -> bool:
 
 
 def populate(memory: torch.Tensor) -> bool:
-    """Take the memory behind a tensor of `HugePages`, whose values stay as they are, beside threads that use it.
+    """Have Linux give a tensor of `HugePages` its memory now. Its values stay, and other threads may use it meanwhile.
 
-    The GIL is free meanwhile. Returns whether Linux can do that. Raises OSError where memory is lacking.
+    The GIL is free meanwhile. Returns whether this Linux can do so. Raises OSError if memory is lacking.
     """
     start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     size = memory.data_ptr() + memory.nbytes - start
@@ -56,14 +56,14 @@ def _libc() -> ctypes.CDLL:
 
 
 class HugePages:
-    """Zeroed CPU tensors, one behind the other. Their memory goes back when the last of a slab's tensors is gone."""
+    """Zeroed CPU tensors, one after another in slabs. A slab's memory goes back when its last tensor is gone."""
 
     def __init__(self) -> None:
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of `shape`, from the begin of a cache line on. Raises MemoryError where memory is lacking."""
+        """A tensor of `shape` that begins at a cache line. Raises MemoryError if memory is lacking."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > len(self._slab) - self._used:
             self._slab, self._used = _slab(num_bytes), 0
@@ -73,7 +73,7 @@ class HugePages:
 
 
 def _slab(num_bytes: int) -> torch.Tensor:
-    """At least so many zero bytes, from the begin of a huge page on. Raises MemoryError."""
+    """At least `num_bytes` zero bytes that begin at a huge page. Raises MemoryError."""
     size = _rounded_up(max(num_bytes, _SLAB_BYTES), HUGE_PAGE_BYTES)
     try:
         memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

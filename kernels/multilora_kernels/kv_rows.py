@@ -1,13 +1,13 @@
-"""Rows of a KV cache: the elements of one head of one token; as they are, or as codes of 8 bits with a scale.
+"""Rows of a KV cache. A row is the elements of one head of one token, as floats or as 8-bit codes with a scale.
 
 A row of int8 or float8_e4m3fn is head_dim codes and, in its last four bytes, a float32 scale:
 
     scale = max_d |x[d]| / c,  code[d] = round(x[d] * c / max_d |x[d]|),  x[d] ~ code[d] * scale
 
-with c the largest code, 127 or 448. No element of int8 is off by more than scale / 2, which is 1/254 of the largest one
-of its head; none of float8_e4m3fn by more than 1/16 of itself, or, below 2^-6 scale, by 2^-10 scale. A row depends on
-nothing but its own head and token: it is the same whatever else is computed with it. With no element of 2^-100 or more
-all are zero; with one that is infinite or NaN all are NaN, as attention to them would be.
+with c the largest code, 127 or 448. An element of int8 is off by at most scale / 2, which is 1/254 of the largest
+element of its head. An element of float8_e4m3fn is off by at most 1/16 of itself or, below 2^-6 scale, by 2^-10 scale.
+A row depends only on its own head and token, not on what else is computed with it. If no element reaches 2^-100, all
+become zero. If an element is infinite or NaN, all become NaN, as attention to them would be.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 
 SCALE_BYTES = 4
 LARGEST_CODES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""By the type of codes."""
+"""The largest code, by the type of codes."""
 SMALLEST_SCALED = 2.0**-100
-"""Of the largest element: the inverse of a smaller one may not be a number."""
+"""The smallest largest element that counts: the inverse of a smaller one may overflow."""
 
 
 def kv_row_size(head_dim: int, dtype: torch.dtype) -> int:
-    """Elements of a row in a cache of a type: head_dim, and the scale's bytes behind codes."""
+    """The elements of a row in a cache of this type: head_dim, and for codes the bytes of the scale."""
     return head_dim + (SCALE_BYTES if dtype in LARGEST_CODES else 0)
 
 
@@ -32,12 +32,12 @@ def kv_head_dim(cache: torch.Tensor) -> int:
 
 
 def quantize_rows(x: torch.Tensor, dtype: torch.dtype = torch.int8) -> torch.Tensor:
-    """Codes and scales of x [..., head_dim], computed in float32: of a type of codes [..., head_dim + SCALE_BYTES]."""
+    """Codes and scales of x [..., head_dim], computed in float32. Returns [..., head_dim + SCALE_BYTES] in `dtype`."""
     x = x.float()
     largest = x.abs().amax(-1, keepdim=True)
     is_scaled = (largest >= SMALLEST_SCALED) & largest.isfinite()
-    # Divisions of tensors: a number divided by a tensor would be rounded twice, and on a GPU so would a tensor divided
-    # by a number: PyTorch multiplies it there by the number's inverse.
+    # Tensors divide tensors here. A number divided by a tensor would be rounded twice. So would a tensor divided by a
+    # number on a GPU, where PyTorch multiplies by the number's inverse.
     largest_code = torch.full_like(largest, LARGEST_CODES[dtype])
     per_unit = largest_code / largest
     values = torch.where(is_scaled, x * per_unit, 0.0)

@@ -1,12 +1,12 @@
-"""Linears whose weights are packed once, at load, so that a step reads each of them once however few rows it has.
+"""Linears with weights that are packed once, at load, so that a step reads each weight once, even for few rows.
 
-On a CPU a decode step costs what its weights' bytes cost, if they are read in the order in which they lie. Libraries'
-matrix products reach that for neither one row nor sixteen; `packed_linear` does, and takes weights of 16 bits as they
-are stored. A row's result has the same bits beside any other rows.
+On a CPU, a decode step can be as fast as its weights' bytes come from memory, if it reads them in order. Libraries'
+matrix products reach this neither for one row nor for sixteen. `packed_linear` reaches it, and takes weights of 16 bits
+as they are stored. A row's result has the same bits whatever other rows there are.
 
-In bfloat16 a packed linear takes and gives float32 and adds its products in float32. It rounds its activations to
-bfloat16, to the nearest, where the processor multiplies pairs of them quicker than floats, and nowhere else. Values
-between linears need no rounding, and rounding them would save nothing.
+In bfloat16 a packed linear takes and returns float32 and adds its products in float32. If the processor multiplies
+pairs of bfloat16 faster than floats, the linear rounds its activations to the nearest bfloat16. Nothing else is
+rounded: values between linears need no rounding, and rounding them would save nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from multilora_kernels.panels import copy_rows_to_columns, rows_of_columns
 class PackedWeight:
     """The weight [out_features, in_features] of a linear or of an embedding, in the layout of its device.
 
-    data: on a CPU with compiled kernels panels [num_panels, columns, in_features, lanes]. A column holds `lanes`
+    data: on a CPU with compiled kernels, panels [num_panels, columns, in_features, lanes]. A column holds `lanes`
     outputs, input by input, or by pairs of inputs if `is_tiled`, and zeros beyond `out_features`. All columns of a
-    panel are read side by side, because a processor prefetches some lines for each place at which it reads.
-    Where activations are rounded to bfloat16 [num_panels, columns, in_features / 2, lanes, 2], always by pairs.
-    Elsewhere [out_features, in_features].
+    panel are read side by side, because a processor prefetches some lines for each place at which it reads. If
+    activations are rounded to bfloat16, panels are [num_panels, columns, in_features / 2, lanes, 2], always by pairs.
+    On other devices data is [out_features, in_features].
     """
 
     def __init__(self, data: torch.Tensor, out_features: int, is_tiled: bool = False) -> None:
@@ -50,10 +50,11 @@ class PackedWeight:
         compute_dtype: torch.dtype,
         pages: HugePages,
     ) -> PackedWeight:
-        """A weight to be filled by `copy_rows`, stored as `dtype`, for products in `compute_dtype`.
+        """A weight stored as `dtype`, for products in `compute_dtype`. `copy_rows` fills it.
 
-        It is packed where a kernel takes activations of the `activation_dtype`: float32 ones, on a CPU with a compiler.
-        pages: where a packed one lies, best behind the one that a step reads before it.
+        It is packed if a kernel takes activations of the `activation_dtype`: float32, on a CPU with a compiler.
+
+        pages: the memory for a packed weight. Best is the place after the weight that a step reads before this one.
         """
         takes_float32 = device.type == "cpu" and activation_dtype(compute_dtype, device) == torch.float32
         shape = panel_shape() if takes_float32 else None
@@ -107,9 +108,10 @@ def activation_dtype(compute_dtype: torch.dtype, device: torch.device) -> torch.
 def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x W^T + bias in the arithmetic of x, or in the arithmetic for which the weight is packed.
 
-    x: [rows, in_features]; float32 where the weight is packed. bias: [out_features] in the dtype of x.
-    Returns [rows, out_features] in the dtype of x. From packed weights a product is at most in_features * 2^-24 *
-    sum_k |x_k W_k| from the exact one, of the rounded x where it is rounded, beside parts below the normal numbers.
+    x: [rows, in_features]; float32 if the weight is packed. bias: [out_features] in the dtype of x.
+    Returns [rows, out_features] in the dtype of x. With packed weights a product differs from the exact one by at most
+    in_features * 2^-24 * sum_k |x_k W_k|, apart from parts below the normal numbers. If x is rounded, "exact" means
+    the product of the rounded x.
     """
     if not weight.is_packed:
         return F.linear(x, weight.data.to(x.dtype), bias)
@@ -118,9 +120,9 @@ def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | No
 
 
 def packed_embedding(token_ids: torch.Tensor, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """The rows `token_ids` of W as `dtype`, [tokens, in_features]: a head's weights serve a tied embedding as they lie.
+    """The rows `token_ids` of W as `dtype`, [tokens, in_features]. So a tied embedding uses the head's weights.
 
-    token_ids: [tokens] int64, within W; dtype: float32 where the weight is packed.
+    token_ids: [tokens] int64, within W. dtype: float32 if the weight is packed.
     """
     if not weight.is_packed:
         return F.embedding(token_ids, weight.data).to(dtype)

@@ -1,4 +1,4 @@
-"""The shape of the GPU's `lora_shrink`; apart from its kernel, since shapes are needed without Triton."""
+"""The shape of the GPU's `lora_shrink`. It is not beside the kernel because shapes are needed without Triton."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ PART_SIZE = 1024
 """Hidden elements of one part of the sum. Changing it changes results in the last bit."""
 
 MAX_SPLIT_TOKENS = 16384
-"""More fill a GPU with whole sums: 256 chunks of 64 tokens are nearly two programs for each processor of an H100."""
+"""Batches with more tokens fill a GPU with whole sums: 256 chunks of 64 tokens are nearly two programs for each
+multiprocessor of an H100."""
 
 _ALIGNMENT = 16
-"""Numbers: Triton compiles a kernel anew for distances that are no multiples of it."""
+"""The unit of distances between rows, in elements. Triton compiles a kernel anew for distances that are no multiple."""
 
 
 def num_parts(in_features: int, num_tokens: int) -> int:

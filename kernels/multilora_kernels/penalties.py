@@ -1,6 +1,6 @@
-"""Penalties and bans by tokens that the host may not know yet: changes of logits in place, one launch each on a GPU.
+"""Penalties and bans for tokens that the host may not know yet. They change logits in place, on a GPU by one kernel each.
 
-A CPU gets the reference. The numbers are those of `multilora_engine.sampling.logits`, bit for bit.
+On a CPU the reference computes. The results have the bits of `multilora_engine.sampling.logits`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def penalise_tokens(
     last_token_ids: torch.Tensor,
     penalties: torch.Tensor,
 ) -> None:
-    """Count the last tokens of some rows, then lower the logits of the tokens that these rows have.
+    """Count the last token of some rows, then lower the logits of the tokens that occur in these rows.
 
     logits: float32 [rows, vocab], contiguous along a row, changed in place.
     counts: int32 [places, vocab], changed in place: for each token twice how often the answer has it, and 1 more if the
         prompt has it.
-    places: int64 [3, n]: rows of the logits, each once; their places in `counts`; 1 where the last token is to be
-        counted, as one of the answer, and 0 where it was.
+    places: int64 [3, n]: rows of the logits, each once; their places in `counts`; 1 if the last token is yet to be
+        counted as one of the answer, 0 if it is counted.
     last_token_ids: int64 [rows].
     penalties: float64 [n, 3]: of repetition (1 is none), presence and frequency (0 is none).
 
@@ -39,7 +39,7 @@ def penalise_tokens(
 def forbid_tokens(logits: torch.Tensor, bans: torch.Tensor, last_token_ids: torch.Tensor) -> None:
     """Make logits -inf.
 
-    logits: as of `penalise_tokens`. bans: int64 [3, n]: a row, a token, and the last token behind which the row may not
-    have it, or -1 for all. last_token_ids: int64 [rows].
+    logits, last_token_ids: as for `penalise_tokens`. bans: int64 [3, n]: a row, a forbidden token, and the last token
+    after which it is forbidden, or -1 for any.
     """
     operator("forbid_tokens", logits)(logits, bans, last_token_ids)

@@ -1,17 +1,17 @@
-"""Linears whose weights are stored as codes of 4 or 8 bits, with a scale for some neighbouring inputs of each output.
+"""Linears with weights stored as codes of 4 or 8 bits. Neighbouring inputs of an output share a scale.
 
-On a CPU with compiled kernels codes are multiplied as they lie; nothing of the size of the weight is ever written as
-floats. Sums are float32, and a row's result has the same bits beside any other rows. Where activations stay floats, the
-rounding that made the codes is the only one, and the result has the bits of `packed_linear` with the weight in float32.
+On a CPU with compiled kernels, codes are multiplied as they lie. The weight is never written out as floats. Sums are
+float32, and a row's result has the same bits whatever other rows there are. If activations stay floats, nothing but the
+codes is rounded, and the result has the bits of `packed_linear` with the weight in float32.
 
-Elsewhere activations become integers beside integer codes, where the processor multiplies these quicker: 32 to 128
-neighbouring inputs share a power of two, of which each is a multiple to 23 bits of the largest one. Their products are
-exact, and the result is as near to the exact one as that of floats, but for one case: neighbours of an activation that
-is hundreds of times as large lose bits to it, which shows where its own weights are zeros.
+If the processor multiplies integers faster, activations beside integer codes become integers: 32 to 128 neighbouring
+inputs share a power of two, so that the largest of them has 23 bits. The products are exact, and the result is as near
+to the exact one as the result of floats, with one exception: the neighbours of an activation that is hundreds of times
+as large lose bits. This shows if the weights of the large activation are zero.
 
-Where activations may be rounded, as bfloat16 arithmetic does, they become integers of 15 bits; or the processor
-multiplies pairs of bfloat16: then activations are rounded to these, to the nearest, and the products of a group are
-added up before its scale multiplies them.
+If activations may be rounded, as bfloat16 arithmetic does, they become integers of 15 bits. Or, if the processor
+multiplies pairs of bfloat16, activations are rounded to the nearest bfloat16; the products of a group are added up, and
+then its scale multiplies the sum.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from multilora_kernels.tables import LoRATables
 
 
 class CodeType(Enum):
-    """The meaning of a code: an unsigned integer of 4 or 8 bits, or a float8_e4m3fn's byte.
+    """The meaning of a code: an unsigned integer of 4 or 8 bits, or the byte of a float8_e4m3fn.
 
-    Integers of 2 and 3 bits are stored as INT4, those of 5 to 7 as INT8, with the same values.
+    Integers of 2 and 3 bits are stored as INT4, integers of 5 to 7 bits as INT8, with the same values.
     """
 
     INT4 = "int4"
@@ -57,8 +57,8 @@ class CodeType(Enum):
 class QuantizedWeight:
     """W[o, i] = scales[o, i // group_size] * (codes[o, i] - zeros[o, i // group_size]) of shape [outputs, inputs].
 
-    group_size: inputs that share a scale; the last group of a row may be shorter. zeros: integers, of the integer codes
-    only.
+    group_size: how many inputs share a scale; the last group of a row may be shorter. zeros: integers; only integer
+    codes have them.
     """
 
     def __init__(
@@ -74,11 +74,14 @@ class QuantizedWeight:
         may_round: bool = False,
         pages: HugePages | None = None,
     ) -> None:
-        """A weight to be filled by `copy_rows`.
+        """A weight that `copy_rows` fills.
 
-        scale_dtype: of the stored scales: float32, bfloat16 or float16. compute_dtype: of activations; the weight is
-        packed where a kernel exists for them. may_round: those of a packed weight, where this processor multiplies them
-        quicker then. pages: where a packed one lies, best behind the one that a step reads before it; None: by itself.
+        scale_dtype: the type of the stored scales: float32, bfloat16 or float16.
+        compute_dtype: the type of the activations. The weight is packed if there is a kernel for this type.
+        may_round: whether the activations of a packed weight may be rounded. They are, if this processor multiplies
+            rounded ones faster.
+        pages: the memory for a packed weight, best the place after the weight that a step reads before this one. None:
+            memory of its own.
         """
         assert 1 <= group_size <= in_features
         self.shape = torch.Size((out_features, in_features))
@@ -106,19 +109,20 @@ class QuantizedWeight:
 
     @property
     def unpacked_nbytes(self) -> int:
-        """The memory of `unpacked`."""
+        """The memory that `unpacked` takes."""
         num_panels, columns, lanes = self._panels
         return num_panels * columns * lanes * self.shape[1] * self._compute_dtype.itemsize
 
     @property
     def is_packed(self) -> bool:
-        """Whether kernels multiply its `panels`."""
+        """Whether kernels multiply the weight's `panels`."""
         return self._pages is not None
 
     @property
     def panels(self) -> QuantizedPanels:
-        """The panels that the kernels of a packed weight read, once it is filled: zeros come only with the first row
-        that has any."""
+        """The panels that the kernels of a packed weight read. Ask only when the weight is filled: the first row with
+        zeros makes the panel of zeros.
+        """
         assert self.is_packed
         self._has_readers = True
         codes = self._codes.view(_MULTIPLIED[self.code_type])
@@ -126,8 +130,11 @@ class QuantizedWeight:
 
     @property
     def plain(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int, int, int]:
-        """Codes (of 4 bits: bytes of two) as `code_order` has them, scales and zeros of a weight that is not packed, an
-        output in a row each; then its group_size and in_features, and the bits of a code."""
+        """The parts of a weight that is not packed: codes, scales, zeros, group_size, in_features, bits of a code.
+
+        Codes, scales and zeros have a row for each output. Codes are in the order of `code_order`; a byte has two codes
+        of 4 bits.
+        """
         assert not self.is_packed
         codes = self._codes.flatten(1)
         if self.code_type is CodeType.INT4:
@@ -138,8 +145,8 @@ class QuantizedWeight:
     def copy_rows(self, first: int, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
         """Store the outputs first .. first + n.
 
-        codes: [n, in_features] uint8. scales: [n, num_groups]. zeros: [n, num_groups] uint8, None for FP8. Codes and
-        zeros are below 16 for INT4. Raises ValueError for a code of FP8 that is not a number.
+        codes: [n, in_features] uint8. scales: [n, num_groups]. zeros: [n, num_groups] uint8, None for FP8. For INT4,
+        codes and zeros are below 16. Raises ValueError for a code of FP8 that is not a number.
         """
         assert (zeros is None) == (self.code_type is CodeType.FP8)
         copy_rows_to_columns(self._code_columns, first, self._stored(codes))
@@ -170,12 +177,12 @@ class QuantizedWeight:
 
     @property
     def _middle(self) -> int:
-        """The middle of the range of the integer codes: the stored ones are less by so much, in two's complement."""
+        """The middle of the range of the integer codes. Stored codes are less by this number, in two's complement."""
         return 1 << (self.code_type.bits - 1)
 
     @property
     def _code_columns(self) -> torch.Tensor:
-        """The codes as the columns of panels.py, whose parts are the inputs of an item of 8 bits."""
+        """The codes as the columns of panels.py. The parts of a column are the inputs of an item of 8 bits."""
         return self._codes.view(*self._codes.shape[:2], -1, self._codes.shape[4:].numel())
 
     def _empty_codes(self) -> torch.Tensor:
@@ -236,20 +243,21 @@ class QuantizedWeight:
 
 
 _UNPACKED_ROWS = 1024
-"""Outputs that are unpacked at a time: a whole weight of int64 indices and copies would be several times its size."""
+"""How many outputs are unpacked at a time. The int64 indices and copies of a whole weight would be several times its
+size."""
 
 _WORD_INPUTS = 8
-"""Inputs whose codes of 4 bits are one word. For products of pairs all codes are padded to a multiple of it."""
+"""The inputs in one word of 4-bit codes. For products of pairs, the inputs of all codes are padded to a multiple."""
 
 _PAIR = 2
-"""Inputs whose codes of 8 bits lie side by side for products of pairs, or of activations of one digit."""
+"""The inputs with 8-bit codes side by side, for products of pairs or of activations of one digit."""
 
 _BYTE_ITEM = 4
-"""The same for activations of several digits, of a byte each."""
+"""The same for activations of several digits. A digit is a byte."""
 
 _STORED = {CodeType.INT4: torch.int32, CodeType.INT8: torch.int8, CodeType.FP8: torch.uint8}
 _MULTIPLIED = {**_STORED, CodeType.FP8: torch.float8_e4m3fn}
-"""Types of items as they are stored, and as kernels take them."""
+"""The type of an item as it is stored, and the type that kernels take."""
 
 
 def _columns(data: torch.Tensor) -> torch.Tensor:
@@ -260,7 +268,7 @@ def _columns(data: torch.Tensor) -> torch.Tensor:
 def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x W^T + bias.
 
-    x: [rows, in_features]; float32 where the weight is packed. bias: [out_features] in the dtype of x. Returns
+    x: [rows, in_features]; float32 if the weight is packed. bias: [out_features] in the dtype of x. Returns
     [rows, out_features] in the dtype of x.
     """
     if not weight.is_packed:
@@ -280,9 +288,9 @@ def quantized_lora_linear(
     segments: LoRASegments,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`quantized_linear`, then `lora_apply`, then the bias, with their arguments and, bit for bit, their result.
+    """`quantized_linear`, then `lora_apply`, then the bias. The arguments are theirs, and the result has the same bits.
 
-    On packed weights it is one parallel region, as `lora_linear`.
+    With packed weights all of it is one parallel region, as in `lora_linear`.
     """
     if not weight.is_packed:
         y = quantized_linear(x, weight)
@@ -295,7 +303,7 @@ def quantized_lora_linear(
 def quantized_embedding(token_ids: torch.Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
     """The rows `token_ids` of W as `dtype`, [tokens, in_features].
 
-    token_ids: [tokens] int64, within W; dtype: float32 where the weight is packed.
+    token_ids: [tokens] int64, within W. dtype: float32 if the weight is packed.
     """
     if not weight.is_packed:
         return weight.rows_at(token_ids).to(dtype)

@@ -1,8 +1,8 @@
-"""Every operator in plain PyTorch under the same name and signature: the oracle of the tests, the path of last resort.
+"""Every operator in plain PyTorch, under the same name and signature: the oracle of the tests, and the last resort.
 
-One loop over chunks and slices, one small matrix product each. It synchronises the device (it reads the work list on
-the host), so on a GPU it is slow, and no part of a CUDA graph. With float64 activations everything is computed in
-float64.
+Each operator loops over chunks and slices, with one small matrix product for each. It reads the work list on the host,
+which waits for the device. So on a GPU it is slow, and it cannot be part of a CUDA graph. With float64 activations,
+all arithmetic is float64.
 """
 
 from __future__ import annotations
@@ -111,8 +111,9 @@ def paged_attention(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One token after the other; the arguments are the fields of `attention.PagedSequences` (window 0 is none) and of
-    `attention.AttentionOptions`.
+    """Attention, one token after another.
+
+    The arguments are the fields of `attention.PagedSequences` (window 0 means none) and `attention.AttentionOptions`.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // keys.shape[1]
@@ -128,7 +129,7 @@ def paged_attention(
 
 
 def _weights(scores: torch.Tensor, softcap: float, sinks: torch.Tensor | None) -> torch.Tensor:
-    """scores: [num_heads, num_keys]; a sink is one more key, whose value is zero."""
+    """scores: [num_heads, num_keys]. A sink is one more key with a value of zero."""
     if softcap:
         scores = softcap * (scores / softcap).tanh()
     if sinks is None:
@@ -146,7 +147,7 @@ def rotary_attention(
     *fields: Any,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute as `attention.rotary_attention`. fields: those of `paged_attention`, then is_interleaved."""
+    """Compute `attention.rotary_attention`. fields: the fields of `paged_attention`, then is_interleaved."""
     *sequences_and_options, is_interleaved = fields
     q = rotate_and_store(qkv, cos, sin, keys, values, slots, is_interleaved)
     result = paged_attention(q, keys, values, *sequences_and_options)
@@ -173,7 +174,7 @@ def rotate_and_store(
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
-    """Computed in float32 at least, and rounded once."""
+    """The rotated heads, computed in float32 or float64 and rounded once."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     exact, cos, sin = x.to(dtype), cos.to(dtype), sin.to(dtype)
     others = exact.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if is_interleaved else exact.roll(x.shape[-1] // 2, -1)
@@ -223,7 +224,7 @@ def _chunks(segments: LoRASegments) -> list[tuple[torch.Tensor, int]]:
 
 
 def matrix_a(tables: LoRATables, lora_index: int, column: int, in_features: int) -> torch.Tensor:
-    """A of one slice of one adapter, [rank, in_features]; the values of its codes, in float32, where it is codes."""
+    """A of one slice of one adapter, [rank, in_features]. For codes: their values, in float32."""
     stored, rank = _from(tables, tables.a_offset, lora_index, column), int(tables.rank[lora_index, column])
     if stored.dtype in CODE_BITS:
         return dequantize_a(stored.view(torch.uint8), rank, in_features, stored.dtype)
@@ -231,7 +232,7 @@ def matrix_a(tables: LoRATables, lora_index: int, column: int, in_features: int)
 
 
 def matrix_b(tables: LoRATables, lora_index: int, column: int, out_features: int) -> torch.Tensor:
-    """B of the slice, [out_features, rank], as `matrix_a`."""
+    """B of one slice of one adapter, [out_features, rank], read as in `matrix_a`."""
     stored, rank = _from(tables, tables.b_offset, lora_index, column), int(tables.rank[lora_index, column])
     if stored.dtype in CODE_BITS:
         return dequantize_b(stored.view(torch.uint8), out_features, rank, stored.dtype)
@@ -239,7 +240,7 @@ def matrix_b(tables: LoRATables, lora_index: int, column: int, out_features: int
 
 
 def magnitude_of(tables: LoRATables, lora_index: int, column: int, out_features: int) -> torch.Tensor | None:
-    """DoRA's magnitude of the slice, [out_features], if it has one."""
+    """DoRA's magnitude of the slice, [out_features]; None if the slice has none."""
     if int(tables.magnitude_offset[lora_index, column]) < 0:
         return None
     stored = _from(tables, tables.magnitude_offset, lora_index, column)

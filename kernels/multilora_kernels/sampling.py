@@ -1,11 +1,11 @@
-"""The choice of tokens from logits: one operator, for which the CPU, a GPU and plain PyTorch give the same token.
+"""The choice of tokens from logits: one operator. A CPU, a GPU and plain PyTorch choose the same token.
 
 A token's weight is w = e^((logit - largest logit) * (1 / temperature)) in float32, by the steps of `cpu/exponential.h`
-with fused multiply-adds, zero below e^-87, and then rounded to a multiple of `WEIGHT_UNIT` where it has finer bits.
-Sums of weights are exact, as integers of that unit, so they depend neither on the order of addition nor on the width of
-a vector. Everything else, thresholds, shares and ties, is defined by comparisons of weights and of such sums, so an
-implementation may search as it likes. A token whose weight is at most half a unit is never chosen. Processors without
-fused multiply-adds may round a weight's last bit otherwise.
+with fused multiply-adds, and zero below e^-87. Then it is rounded to a multiple of `WEIGHT_UNIT`. Sums of weights are
+exact, as integers of this unit, so they depend neither on the order of addition nor on the width of a vector.
+Thresholds, shares and ties are all defined by comparisons of weights and of such sums, so an implementation may search
+as it likes. A token with a weight of at most half a unit is never chosen. Processors without fused multiply-adds may
+round a weight's last bit differently.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ __all__ = ["SamplingRule", "most_probable", "rule_parameters", "sample_tokens"]
 
 
 def sample_tokens(logits: torch.Tensor, rules: list[SamplingRule] | torch.Tensor) -> torch.Tensor:
-    """The tokens of all rows, int64 [rows], on the device of the logits; the host does not wait for it.
+    """Choose a token for each row. Returns int64 [rows] on the device of the logits. The host does not wait.
 
-    logits: float32 [rows, vocab], contiguous along a row, with a rule each; RuntimeError otherwise. A row's token
-    depends on its own logits and rule alone. Of a row with NaN, or where every logit is -inf, it is any. rules: may be
-    their `rule_parameters` on that device.
+    A row's token depends only on its own logits and rule. For a row with NaN, or with only -inf, it may be any token.
+
+    logits: float32 [rows, vocab], contiguous along a row. rules: one for each row, or their `rule_parameters` on the
+    device of the logits. Raises RuntimeError for other shapes and dtypes.
     """
     parameters = rules if isinstance(rules, torch.Tensor) else rule_parameters(rules, logits.device)
     return operator("sample_tokens", logits)(logits, parameters)  # type: ignore[no-any-return]
@@ -46,7 +47,7 @@ def most_probable(logits: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 
 def rule_parameters(rules: list[SamplingRule], device: torch.device) -> torch.Tensor:
-    """The fields of rules on a device, float64 [rows, 5]; the host does not wait for it."""
+    """The fields of the rules on a device, float64 [rows, 5]. The host does not wait."""
     parameters = torch.tensor(rules, dtype=torch.float64).view(len(rules), len(SamplingRule._fields))
-    # From pinned memory the copy queues behind the device's earlier work instead of waiting for it.
+    # From pinned memory the copy queues after the device's earlier work, and the host does not wait.
     return parameters.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else parameters

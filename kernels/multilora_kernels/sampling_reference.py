@@ -1,6 +1,6 @@
-"""`sample_tokens` in plain PyTorch: the oracle of the self-test, and the path where nothing could be compiled.
+"""`sample_tokens` in plain PyTorch: the oracle of the self-test, and the path without compiled kernels.
 
-See `sampling` for the definition. It sorts whole rows, and does not look at the host.
+See `sampling` for the definition. This implementation sorts whole rows. It never waits for the device.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _in_units(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(below: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """The weights of logits that are so far below the largest."""
+    """The weights of logits, by their distance below the largest logit."""
     x = below * factor
     shifted = _fma(x, 1.44269504, _SHIFT)
     n = shifted - _SHIFT
@@ -62,5 +62,5 @@ def _fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> t
 
 
 def _as_float32(value: torch.Tensor | float) -> torch.Tensor | float:
-    """In float64. A constant of the float32 steps is rounded as theirs."""
+    """The value as float64. A constant is first rounded to float32, as in the float32 steps."""
     return value.double() if isinstance(value, torch.Tensor) else float(np.float32(value))

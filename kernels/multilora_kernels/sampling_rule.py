@@ -7,17 +7,18 @@ from typing import NamedTuple
 import torch
 
 WEIGHT_UNIT = 2.0**-34
-"""The most probable token weighs 1, which is so many of these that 2^29 tokens have a sum in 64 bits."""
+"""The unit of weights. The most probable token weighs 1. In this unit, the weights of 2^29 tokens add up in 64 bits."""
 
 
 class SamplingRule(NamedTuple):
-    """How the token of one row is chosen: of the tokens top_k leaves, top_p leaves some, and of these min_p.
+    """How the token of one row is chosen. First top_k drops tokens, then top_p, then min_p.
 
-    temperature: positive; logits are divided by it. top_k: so many of the most probable tokens, of equally probable
-    ones those with the smaller ids, 0 for all, 1 for the first of the most probable. top_p: the smallest set of the
-    most probable whose probability reaches it. min_p: those at least so many times as probable as the most probable
-    one. uniform: in [0, 1); the token is where the weights of the tokens left, added up in the order of token ids,
-    first exceed this share of their sum.
+    temperature: positive; logits are divided by it.
+    top_k: how many of the most probable tokens stay; 0 for all. Among equally probable tokens, smaller ids stay.
+    top_p: the smallest set of the most probable tokens stays whose probability reaches top_p.
+    min_p: tokens stay whose probability is at least min_p times the largest one.
+    uniform: in [0, 1). The weights of the remaining tokens are added up in the order of their ids. The token is chosen
+        at which the sum first exceeds this share of the whole.
     """
 
     temperature: float
@@ -28,7 +29,7 @@ class SamplingRule(NamedTuple):
 
 
 def check_arguments(logits: torch.Tensor, parameters: torch.Tensor) -> None:
-    """Raise RuntimeError for arguments that are not of the operator's shapes and dtypes."""
+    """Raises RuntimeError if an argument has another shape or dtype than the operator takes."""
     if logits.dim() != 2 or logits.shape[1] == 0 or logits.stride(1) != 1 or logits.dtype != torch.float32:
         raise RuntimeError(f"logits must be float32 [rows, vocab], not {logits.dtype} {list(logits.shape)}")
     expected = (logits.shape[0], len(SamplingRule._fields))

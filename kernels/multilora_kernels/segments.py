@@ -46,10 +46,10 @@ class LoRASegments(NamedTuple):
 def reference_segments(
     token_lora_mapping: torch.Tensor, max_loras: int, chunk_size: int, capacity: int
 ) -> LoRASegments:
-    """See `lora_segments.lora_segments`; capacity: of chunks."""
+    """See `lora_segments.lora_segments`. capacity: the number of chunks for which the result has room."""
     num_tokens = token_lora_mapping.numel()
     mapping = token_lora_mapping.long()
-    # Base tokens get the key max_loras, so the stable sort leaves them behind every adapter's tokens.
+    # Base tokens get the key max_loras, so the stable sort puts them after all adapters' tokens.
     keys, order = torch.sort(torch.where(mapping < 0, max_loras, mapping), stable=True)
     counts = torch.zeros(max_loras + 1, dtype=torch.int64, device=mapping.device)
     counts.scatter_add_(0, keys, torch.ones_like(keys))

@@ -1,7 +1,7 @@
-"""The GPU operators compared with the reference on the very device that will serve: `self_test`, some seconds at start.
+"""`self_test`: compares the GPU operators with the reference, on the device that will serve. It takes some seconds.
 
-A compiler or a chip that we have not seen may round, order or load otherwise than ours. Whoever serves wrong tokens
-does not see it, so the operators of a model's shapes are run once, on random inputs, before any request is.
+A compiler or a chip that we have not seen may round, order or load differently from ours. Nobody would notice that the
+tokens are wrong. So the operators run once with the model's shapes, on random inputs, before any request.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ __all__ = [
 ]
 
 OnComparison = Callable[[int, int, str], None]
-"""Called before each comparison with those done, all, and the operator's name."""
+"""Called before each comparison with the number of comparisons done, the number of all, and the operator's name."""
 
 
 @dataclass(frozen=True)
 class CheckedOperator:
     """One comparison.
 
-    error: the largest, in units of the tolerance, so that 1 is the most that is allowed; infinite for results that are
-        no numbers.
+    error: the largest error, in units of the tolerance: 1 is the most that is allowed. Infinite if a result is NaN.
     failure: the exception that the operator raised; empty for none.
     """
 
@@ -81,9 +80,10 @@ def checked_operators(
     stride: int = 1,
     operators: Container[str] | None = None,
 ) -> Iterator[CheckedOperator]:
-    """Every comparison, right or wrong, one by one. first, stride: for a process that makes some of them only.
+    """Make the comparisons one by one, right or wrong.
 
-    operators: those that are compared; None for all.
+    first, stride: make only each `stride`-th comparison from `first` on, to share the work among processes.
+    operators: the names of the operators to compare; None for all.
     """
     for number, comparison in enumerate(comparisons(shapes)):
         if number % stride == first and (operators is None or comparison.operator in operators):

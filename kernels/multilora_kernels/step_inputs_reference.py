@@ -11,10 +11,11 @@ _BASE_MODEL = -1
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The inputs of a step, as graphs read them or as the step has them, int64 and on one device.
+    """The inputs of a graph, or of a step. All are int64 and on one device.
 
     input_ids, positions, lora_mapping, slot_mapping, num_keys: [rows]. logits_indices: [at most rows].
-    block_tables: [rows, blocks]. None where no graph reads them; what graphs have and the step has not stays as it was.
+    block_tables: [rows, blocks]. None for an input that no graph reads. An input that the graph has and the step lacks
+    stays as it was.
     """
 
     input_ids: torch.Tensor
@@ -27,7 +28,7 @@ class StepInputs:
 
     @property
     def vectors(self) -> tuple[torch.Tensor | None, ...]:
-        """All but the block tables, in this order."""
+        """All inputs except the block tables, in the order of the fields."""
         return tuple(getattr(self, field.name) for field in fields(self))[:-1]
 
 

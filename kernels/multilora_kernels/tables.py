@@ -8,7 +8,7 @@ import torch
 
 
 class LoRATables(NamedTuple):
-    """Static tensors, written only when an adapter comes or goes; a step only reads them.
+    """Static tensors. They are written only when an adapter comes or goes; a step only reads them.
 
     Column `s` of a table is one *slice*: one output of one linear of one layer. The outputs of a fused linear, such as
     q, k and v, are neighbours; otherwise the order is the model's. Row `l` is a `lora_index`. The slice's A is
@@ -17,11 +17,11 @@ class LoRATables(NamedTuple):
     fused row share one A. An arena of int8, float8_e4m3fn or uint8 holds codes of 8, 8 or 4 bits there, as
     `adapter_codes` says, from multiples of 16 elements on.
 
-    arena: [num_elements], on the device, the adapters' dtype: float32, bfloat16, float16, or that of codes.
+    arena: [num_elements], on the device, in the adapters' dtype: float32, bfloat16, float16, or a dtype of codes.
     rank: [max_loras, num_slices], int32; 0 means the adapter does not touch the slice: no work, offsets undefined.
     a_offset, b_offset: [max_loras, num_slices], int64, in elements of `arena`.
-    magnitude_offset: [max_loras, num_slices], int64; DoRA's normalised magnitude `[out]`, -1 where there is none;
-        float32 beside codes, from multiples of 4 elements on.
+    magnitude_offset: [max_loras, num_slices], int64, the place of DoRA's normalised magnitude `[out]`, or -1 without
+        one. Beside codes the magnitude is float32 and begins at a multiple of 4 elements.
     max_rank: no rank in the table is larger.
 
     A tuple, because every linear of a step hands it to C++, where ten attributes take a fifth of a microsecond to read.
