@@ -1,4 +1,4 @@
-"""`ForwardBatch`: everything one forward pass needs, passed as an argument, never kept in a global."""
+"""`ForwardBatch`: all inputs of one forward pass, passed as an argument, never kept in a global."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multilora_kernels import LoRASegments, LoRATables, TokenRowTables, lora_seg
 
 @dataclass(frozen=True)
 class LoRABatch:
-    """The adapters of one step as its linears want them: where their weights lie, and which tokens are theirs."""
+    """The adapters of one step, in the form that linears read: where the weights lie, and which tokens use them."""
 
     tables: LoRATables
     segments: LoRASegments
@@ -53,13 +53,13 @@ class TokenLoRAs:
     outer: OuterParts | None = None
 
     def batched(self) -> LoRABatch:
-        """Computed on the device, so that a CUDA graph does it for the values that `mapping` holds by then."""
+        """Computed on the device, so that a CUDA graph reads the values that `mapping` has when the graph runs."""
         return LoRABatch(self.tables, lora_segments(self.mapping, max_loras=len(self.tables.rank)))
 
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """The tokens of one step, sequences one after another, those with a token of an answer (decode) before the others.
+    """The tokens of one step, one sequence after another. Sequences that decode come before sequences that prefill.
 
     Worked example, block_size 4: sequence X decodes its 6th token, sequence Y prefills 3 tokens from position 0.
 
@@ -76,8 +76,8 @@ class ForwardBatch:
     input_ids, positions, slot_mapping: [num_tokens] int64.  block_tables: [num_seqs, max blocks] int64.
     logits_indices: [num_logits] int64.  query_lens, context_lens: host lists, [num_seqs].
     num_keys: `context_lens` on the device, [num_seqs] int64.
-    query_starts: [num_seqs + 1] int64, the first row of each sequence, and the end of the last.
-    lora: None when no token of the step has an adapter: such a step does no LoRA work at all.
+    query_starts: [num_seqs + 1] int64, the first row of each sequence, then the end of the last one.
+    lora: None if no token of the step has an adapter. Such a step does no LoRA work at all.
     """
 
     input_ids: torch.Tensor
@@ -100,7 +100,7 @@ class ForwardBatch:
 
     @property
     def wants_all_rows(self) -> bool:
-        """Whether logits_indices are all rows in their order: no token is a prompt's, and each wants its next."""
+        """Whether logits_indices are all rows in order: all tokens decode, and each needs a next token."""
         return len(self.positions) == self.num_decodes == len(self.logits_indices)
 
 
@@ -108,8 +108,8 @@ class ForwardBatch:
 class KVCache:
     """Keys and values of every layer, addressed by slot: slot = block * block_size + position inside the block.
 
-    keys, values: [num_layers, num_blocks * block_size, num_kv_heads, head_dim], floating; or int8 or float8_e4m3fn,
-    codes of them, with the bytes of a scale behind the head_dim codes of a head: see `multilora_kernels.kv_rows`.
+    keys, values: [num_layers, num_blocks * block_size, num_kv_heads, head_dim], in a floating dtype, or as int8 or
+    float8_e4m3fn codes. The bytes of a scale follow the head_dim codes of a head: see `multilora_kernels.kv_rows`.
     """
 
     keys: torch.Tensor
@@ -121,5 +121,5 @@ class KVCache:
 
     @cached_property
     def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of each layer. Made once: making the views takes a step as long as some of its kernels."""
+        """Keys and values of each layer. They are made once: to make the views takes as long as some kernels."""
         return list(zip(self.keys, self.values, strict=True))

@@ -17,14 +17,14 @@ _ALIGNMENT = 8
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A host tensor's values on `device`; on a CPU the tensor itself.
 
-    A copy from pageable memory waits until the device has done its earlier work; one from pinned memory queues behind
-    that. torch keeps the pinned memory until the copy is over.
+    A copy from pageable memory would wait until the device has done its earlier work. A copy from pinned memory queues
+    after that work, and the host goes on. torch keeps the pinned memory until the copy is over.
     """
     return _sent(tensor, device) if _is_apart(device) else tensor
 
 
 def arrays_to_device(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
-    """`to_device` of arrays in one copy: a driver takes as long for each of them as for all."""
+    """`to_device` for several arrays in one copy. One copy of all takes the driver as long as a copy of one."""
     if not _is_apart(device):
         return [torch.from_numpy(array) for array in arrays]
     sent = _sent(torch.from_numpy(_joined(arrays)), device)
@@ -35,23 +35,23 @@ def arrays_to_device(arrays: Sequence[NDArray[np.int64]], device: torch.device) 
 
 
 class FromDevice:
-    """The values of device tensors on their way to the host; on a CPU they are there."""
+    """The values of device tensors on their way to the host. On a CPU they are there already."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
-        """The copies queue behind the device's earlier work; later work does not delay them."""
+        """The copies queue after the device's earlier work. Later work does not delay them."""
         is_apart = _is_apart(tensors[0].device)
         self._values = [_fetched(tensor) for tensor in tensors] if is_apart else list(tensors)
         self._arrived = _recorded_event() if is_apart else None
 
     def wait(self) -> list[torch.Tensor]:
-        """The values, as soon as all have arrived."""
+        """The values. Waits until all have arrived."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values
 
 
 def _joined(arrays: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """All elements, array by array, each from its start on; the gaps are undefined."""
+    """All elements, each array at its place of `_starts`. The gaps between arrays are undefined."""
     starts = _starts(arrays)
     joined = np.empty(starts[-1], np.int64)
     for start, array in zip(starts[:-1], arrays, strict=True):
@@ -60,14 +60,14 @@ def _joined(arrays: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
 
 
 def _starts(arrays: Sequence[NDArray[np.int64]]) -> list[int]:
-    """The place of each array behind those before it, and the end of the last."""
+    """The place of each array when all lie one after another, then the end of the last one."""
     starts = [0]
     for array in arrays:
         starts.append(starts[-1] + math.ceil(array.size / _ALIGNMENT) * _ALIGNMENT)
     return starts
 
 
-# The seam of devices: all that a step needs of one beside its operators.
+# The seam of devices: all that a step needs of a device, except operators.
 
 
 def _is_apart(device: torch.device) -> bool:

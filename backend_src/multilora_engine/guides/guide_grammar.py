@@ -1,6 +1,6 @@
-"""A guide's text becomes a grammar in llguidance's own form, and the grammar a matcher, within limits.
+"""Makes a grammar in llguidance's own form of a guide's text, and a matcher of the grammar, within limits.
 
-The sandbox process imports this file, so it imports neither torch nor transformers.
+The sandbox process imports this file. So this file imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -18,35 +18,37 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_GUIDE_BYTES = 65_536
-"""A legal guide of this size takes up to half a second to compile, 54 MB while it is compiled, and 36 MB afterwards."""
+"""The largest guide. It takes up to half a second to compile, 54 MB meanwhile, and 36 MB afterwards."""
 
 MAX_LEXER_BYTES = 4 << 20
-"""The most that the lexer of one guide grows while tokens are chosen: `_MAX_LEXER_STATES` of up to 0.9 kB were
-measured."""
+"""The most memory that the lexer of one guide takes while tokens are chosen: `_MAX_LEXER_STATES`, each of 0.9 kB at
+most, as measured."""
 
 _MAX_LEXER_STATES = 4_000
-"""A regular expression can have exponentially many. 40,000 tokens of a calculator's grammar take some 3,500."""
+"""The number of states of a regular expression can be exponential. 40,000 tokens of a calculator's grammar take 3,500
+states."""
 
 _MAX_STEP_LEXER_FUEL = 100_000
-"""The most work of the lexer for one mask: some 7 ms, for which the engine's thread waits."""
+"""The most work of the lexer for one mask. It takes some 7 ms, and the engine's thread waits for it."""
 
 _MAX_STEP_ITEMS = 12_500
-"""The most work of the parser for one mask. It grows with the square: up to 13 ms, and 112 ms with the library's
-own limit of 50,000. An object of 490 optional properties, each with a choice of types, needs a third of it."""
+"""The most work of the parser for one mask. The time grows with the square of this number: up to 13 ms, against 112 ms
+with the library's own limit of 50,000. An object of 490 optional properties, each with a choice of types, needs a third
+of this number."""
 
 _FORCED_CHARS = 512
-"""Of text that a grammar forces, so many characters are tokenized for one mask, which needs the first token only. All
-of it, 60 kB at the most, took 80 ms for each token."""
+"""The number of characters that are tokenized for one mask, of a text that the grammar forces. A mask needs only the
+first token. Tokenizing the whole text, 60 kB at most, took 80 ms for each token."""
 
 _JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
-"""Unlimited white space is legal JSON, and a model that is lost writes it until `max_tokens`."""
+"""Unlimited white space is legal JSON. A model that has lost its way writes white space until `max_tokens`."""
 
 _LARGEST_NUMBER = 2**53
-"""Of a JSON schema, as in I-JSON (RFC 7493): llguidance rounds larger bounds in silence, and one near -2^63 ends the
-process."""
+"""The largest number of a JSON schema, as in I-JSON (RFC 7493). llguidance rounds larger bounds silently, and a bound
+near -2^63 ends the process."""
 
 _NESTED_SCHEMA = "%json"
-"""Of Lark grammars."""
+"""The word that begins a JSON schema inside a Lark grammar."""
 
 _INTEGER = re.compile(r"-?[0-9]{1,100}")
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?(?:[eE]\+?[0-9]+)?")
@@ -55,9 +57,10 @@ _ANY_JSON = json.dumps({"type": ["object", "array"]})
 
 
 class TokenTable(msgspec.Struct):
-    """A vocabulary as llguidance wants one.
+    """A vocabulary in the form that llguidance takes.
 
-    tokens: the bytes of each token id; of special tokens the name. bos_token_id: llguidance wants the attribute.
+    tokens: for each token id the token's bytes, or the name of a special token.
+    bos_token_id: unused, but llguidance asks for the attribute.
     """
 
     tokens: list[bytes]
@@ -66,12 +69,12 @@ class TokenTable(msgspec.Struct):
     bos_token_id: int | None = None
 
     def tokenizer(self) -> LLTokenizer:
-        """With the longest tokens that fit, one after the other, for text that a grammar forces."""
+        """A tokenizer for text that a grammar forces. It always takes the longest token that fits next."""
         return make_tokenizer(LongestFirst(self))
 
 
 class LongestFirst:
-    """Spells the beginning of a text with the longest tokens that fit, one after the other."""
+    """Tokenizes the beginning of a text. It always takes the longest token that fits next."""
 
     def __init__(self, table: TokenTable) -> None:
         self.tokens = table.tokens
@@ -103,7 +106,7 @@ def make_tokenizer(spelling: LongestFirst) -> LLTokenizer:
 
 
 def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """A matcher at the start of a grammar, or with an error."""
+    """A matcher at the start of a grammar. Its `is_error` tells whether the grammar is malformed."""
     limits = LLParserLimits(
         max_lexer_states=_MAX_LEXER_STATES,
         step_lexer_fuel=_MAX_STEP_LEXER_FUEL,
@@ -114,7 +117,7 @@ def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def grammar_of(guide: Guide) -> str:
-    """llguidance's own form of a guide. Raises ValueError and RecursionError for some malformed ones."""
+    """llguidance's own form of a guide. Raises ValueError or RecursionError for some malformed guides."""
     match guide.type:
         case "json":
             return LLMatcher.grammar_from_json_schema(_ANY_JSON, defaults=_JSON_OPTIONS)
@@ -131,7 +134,7 @@ def grammar_of(guide: Guide) -> str:
 
 
 def _checked(number: str) -> float:
-    """Raises ValueError for a number beyond those that grammars are made of."""
+    """The value of a number in a schema. Raises ValueError for one beyond `_LARGEST_NUMBER`."""
     value = int(number) if _INTEGER.fullmatch(number) else float(number)
     if abs(value) > _LARGEST_NUMBER:
         raise ValueError(f"{number[:40]} is beyond 2^53, the largest number of a JSON schema")

@@ -1,4 +1,4 @@
-"""`GuideSandbox`: the engine's side of the process in which guides are tried before the engine compiles them."""
+"""`GuideSandbox`: the engine's side of the sandbox, which tries guides before the engine compiles them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LIMITS = {
 _MAX_ERROR_CHARS = 500
 
 _NUM_TRIES = 3
-"""Of a guide whose process ended by no fault of the guide."""
+"""How often a guide is tried whose process ends by no fault of the guide."""
 
 _POLL_MS = 50
 """How often a thread that waits for a guide asks whether the guide is still wanted."""
@@ -47,9 +47,10 @@ _POLL_MS = 50
 
 @dataclass
 class GuideWatch:
-    """What the one who waits for a guide and the one who compiles it tell each other.
+    """Shared by the thread that waits for a guide and the thread that compiles it.
 
-    is_wanted: may be called by any thread. seconds: that the guide took of the sandbox.
+    is_wanted: whether anybody still waits for the guide. Any thread may call it.
+    seconds: the CPU time that the guide took in the sandbox.
     """
 
     is_wanted: Callable[[], bool] = lambda: True
@@ -57,10 +58,10 @@ class GuideWatch:
 
 
 class GuideSandbox:
-    """Tries guides, of several threads at once, each in a process of its own that has limits of stack, memory and time.
+    """Tries each guide in a process of its own, which has limits of stack, memory and time. Several threads may ask.
 
-    One process without any guide, which has the token table, makes these processes. It is started with the first guide
-    or by `start`, and again when it has ended.
+    One process has the token table and forks the processes of guides. The first guide or `start` starts it. If it ends,
+    the next guide starts it again.
     """
 
     def __init__(self, table: TokenTable) -> None:
@@ -70,15 +71,15 @@ class GuideSandbox:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Raises OSError."""
+        """Start the process that forks the processes of guides. Raises OSError."""
         with self._lock:
             self._start()
 
     def try_guide(self, guide: Guide, watch: GuideWatch) -> Trial:
-        """Compile a guide there.
+        """Compile a guide in a process of its own.
 
-        Raises InvalidRequest for a guide that is malformed or exceeds a limit, Unavailable where its process ended
-        otherwise, Cancelled when nobody wants the guide any more.
+        Raises InvalidRequest if the guide is malformed or exceeds a limit, Cancelled if nobody wants the guide any
+        more, and Unavailable if its process ended for another reason.
         """
         for _ in range(_NUM_TRIES):
             try:
@@ -92,12 +93,12 @@ class GuideSandbox:
         raise Unavailable("the process that compiled the guide was ended from outside, several times; try again")
 
     def close(self) -> None:
-        """End the process, and those of guides."""
+        """End the process and all processes of guides."""
         with self._lock:
             self._stop()
 
     def _ask(self, guide: Guide, watch: GuideWatch) -> tuple[Trial | None, End | None]:
-        """The two answers of the sandbox; None for one that did not come. Raises OSError, Cancelled."""
+        """The two answers of the sandbox; None for an answer that did not come. Raises OSError, Cancelled."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
@@ -141,7 +142,7 @@ class GuideSandbox:
                 [sys.executable, "-m", "multilora_engine.guides.guide_sandbox_process", str(theirs.fileno())],
                 stdin=subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
-                # Threads of the C library have no heaps of their own then, which take address space by the 64 MiB.
+                # Otherwise each thread gets a heap of its own, which takes 64 MiB of address space.
                 env={**os.environ, "MALLOC_ARENA_MAX": "1"},
             )
         assert self._process.stdin is not None

@@ -1,13 +1,13 @@
 """The program of the guide sandbox: `python -m multilora_engine.guides.guide_sandbox_process FD < token table`.
 
-FD is a socket on which the engine hands over one connection for each guide. The program reads nothing of a guide: it
-forks a process for each one, which reads the guide, compiles it within limits, and ends. So a guide that never ends,
-overflows the stack or fills the memory ends its own process, and the next guide's process is there within a
-millisecond or two. The program ends with the engine, which holds the other end of the socket, and ends all its
-processes.
+FD is a socket. On it the engine hands over one connection for each guide. The program itself reads no guide. It forks a
+process for each guide, which reads the guide, compiles it within limits, and ends. So a guide that never ends,
+overflows the stack or fills the memory ends only its own process. To fork the next process takes a millisecond or two.
+When the engine ends, its end of the socket closes; then the program ends all its processes and itself.
 
-A connection carries a guide, as a frame; then the answer, as up to two frames: the `Trial`, unless a limit ended
-the process, and its `End`. The engine closes the connection when nobody waits for the guide, which ends its process.
+A connection carries the guide as a frame. The answer is one or two frames: the `Trial`, unless a limit ended the
+process, and the `End` of the process. The engine closes the connection when nobody waits for the guide; this ends the
+guide's process.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from multilora_engine.guides.guide_grammar import TokenTable, grammar_of, make_m
 from multilora_engine.request import Guide
 
 MAX_STACK_BYTES = 8 << 20
-"""Of the thread that compiles. Chains of 2,000 rules of a grammar fit."""
+"""The stack of the thread that compiles. A chain of 2,000 rules of a grammar fits."""
 
 MAX_MEMORY_BYTES = 128 << 20
-"""Beyond what the process has at its start."""
+"""The memory that a guide may take, beyond what the process has at its start."""
 
 MAX_CPU_S = 2
-"""Seconds, of which the system counts whole ones only."""
+"""The CPU time of a guide. The system's limit counts whole seconds only."""
 
 _MASK_STACK_BYTES = 512 << 10
-"""Of the thread that computes masks, and copies and drops matchers. In the engine that is the thread of the steps, and
-has the system's 8 MiB."""
+"""The stack of the thread that computes masks, and copies and drops matchers. In the engine, the thread of the steps
+does this work with the system's 8 MiB of stack."""
 
 _PR_SET_PDEATHSIG = 1
 _LENGTH_BYTES = 4
@@ -54,10 +54,12 @@ _mallinfo, _Number = (
 
 
 class Trial(msgspec.Struct, frozen=True, tag=True):
-    """What came of compiling a guide. An empty `error` is success.
+    """The result of compiling a guide. An empty `error` means success.
 
-    grammar: the guide in llguidance's own form. build_s: seconds of a processor, from there to a matcher. kept_bytes:
-    of memory, that the compiled guide keeps. copy_bytes: that each copy of the matcher takes beside.
+    grammar: the guide in llguidance's own form.
+    build_s: CPU seconds to make a matcher of the grammar.
+    kept_bytes: the memory that the compiled guide keeps.
+    copy_bytes: the memory that each further copy of the matcher takes.
     """
 
     error: str = ""
@@ -68,20 +70,20 @@ class Trial(msgspec.Struct, frozen=True, tag=True):
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """The end of a guide's process. signal: 0 if none ended it. cpu_s: seconds."""
+    """The end of a guide's process. signal: the signal that ended it, or 0. cpu_s: the CPU seconds that it took."""
 
     signal: int
     cpu_s: float
 
 
 def read_frame(connection: socket.socket) -> bytes | None:
-    """None where the other side has closed. Raises OSError."""
+    """Read one frame; None if the other side has closed the connection. Raises OSError."""
     length = _read(connection, _LENGTH_BYTES)
     return None if length is None else _read(connection, int.from_bytes(length, "little"))
 
 
 def send_frame(connection: socket.socket, content: bytes) -> None:
-    """Raises OSError."""
+    """Send one frame. Raises OSError."""
     connection.sendall(len(content).to_bytes(_LENGTH_BYTES, "little") + content)
 
 
@@ -97,7 +99,7 @@ def _read(connection: socket.socket, num_bytes: int) -> bytes | None:
 
 @dataclass
 class _Child:
-    """The process of one guide. alive_fd: a pipe that the process alone writes to, so that its end is the process's."""
+    """The process of one guide. alive_fd: a pipe that only this process holds open for writing. It ends with it."""
 
     pid: int
     connection: socket.socket
@@ -105,7 +107,7 @@ class _Child:
 
 
 class _Sandbox:
-    """Forks a process for each connection that the engine hands over, and tells the engine of its end."""
+    """Forks a process for each connection that the engine hands over, and tells the engine when the process ends."""
 
     def __init__(self, control: socket.socket, tokenizer: LLTokenizer) -> None:
         self._control = control
@@ -115,7 +117,7 @@ class _Sandbox:
         self._poll.register(control, select.POLLIN)
 
     def serve(self) -> None:
-        """Until the engine closes its end."""
+        """Serve until the engine closes its end of the socket."""
         while True:
             for fd, _ in self._poll.poll():
                 if fd == self._control.fileno():
@@ -158,7 +160,7 @@ class _Sandbox:
         self._poll.register(connection, select.POLLRDHUP)
 
     def _leave_to(self, connection: socket.socket) -> None:
-        """In a new process: it must not hold what belongs to others open."""
+        """In a new process: close the descriptors that belong to the program and to other guides."""
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         self._control.close()
         for fd in self._children:
@@ -180,7 +182,7 @@ class _Sandbox:
 
 
 def _confine() -> None:
-    """The limits of a guide's process, which the system keeps."""
+    """Set the limits of a guide's process. The system enforces them."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library that panics writes what the client likes
     with open("/proc/self/statm") as file:
         address_bytes = int(file.read().split()[0]) * resource.getpagesize()
@@ -227,7 +229,7 @@ def _compile(guide: Guide, tokenizer: LLTokenizer) -> Trial:
 
 
 def _use(matcher: LLMatcher, copy_bytes: list[int]) -> None:
-    """Compute a mask of a copy, as the engine will, and drop the copy."""
+    """Copy the matcher, compute a mask and drop the copy, as the engine will."""
     first = matcher.deep_copy()
     first.compute_bitmask()
     before = _used_bytes()
@@ -237,7 +239,7 @@ def _use(matcher: LLMatcher, copy_bytes: list[int]) -> None:
 
 
 class _MallInfo(ctypes.Structure):
-    """Of glibc: `uordblks` bytes in use of its heaps, `hblkhd` of larger pieces."""
+    """glibc's `mallinfo`: `uordblks` counts the bytes in use in its heaps, `hblkhd` the bytes of larger pieces."""
 
     _fields_ = [
         *((f"other{i}", _Number) for i in range(4)),
@@ -252,7 +254,7 @@ _mallinfo.restype = _MallInfo
 
 
 def _used_bytes() -> int:
-    """Of memory that the C library has given out."""
+    """The memory that the C library has given out."""
     info = _mallinfo()
     return int(info.uordblks + info.hblkhd)
 
@@ -263,7 +265,7 @@ def main() -> None:
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     control = socket.socket(fileno=int(sys.argv[1]))
     tokenizer = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=TokenTable).tokenizer()
-    # What the library makes at its first grammar each process would make again.
+    # The library keeps some things from its first grammar. Without this, each process would make them again.
     _compile(Guide("json"), tokenizer)
     gc.collect()
     gc.freeze()

@@ -1,7 +1,7 @@
-"""Guided decoding: answers that always parse. A grammar says after every token which tokens may follow.
+"""Guided decoding: answers that always parse. After every token, a grammar says which tokens may follow.
 
-The grammars themselves are llguidance's work; here are its masks, the meaning of an end token to them, and what is kept
-of compiled guides.
+llguidance does the work of the grammars. This file applies its masks, decides when an end token is allowed, and keeps
+compiled guides.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ _MAX_KEPT_BYTES = 40 << 20
 """The most memory that one compiled guide may keep. 700 integers with bounds, in 64 kB, keep 36 MB."""
 
 _MAX_CACHED_BYTES = 48 << 20
-"""The most memory of compiled guides that are kept for further requests, their lexers at their largest."""
+"""The most memory of the compiled guides that are kept for later requests, each with its lexer at its largest."""
 
 _MAX_TRIALS_BYTES = 4 << 20
-"""The most bytes of the texts of guides, and of their grammars, that need no further trial."""
+"""The most bytes of guides and grammars that passed a trial and are remembered, so that they need no other trial."""
 
 _MAX_REFUSED_BYTES = 1 << 20
-"""The most bytes of the texts of guides that need no trial to be refused."""
+"""The most bytes of refused guides that are remembered, so that they are refused again without a trial."""
 
 _REFUSED_S = 60.0
-"""For so long. A limit may have been exceeded because the machine was slow."""
+"""How long a refused guide is remembered. It may have exceeded a limit only because the machine was slow."""
 
 _MAX_TOKENS_OF_A_LEXER = 20_000
-"""A lexer grows with the tokens of all answers that it guides, and ends them at its limit. So further answers get a new
-one then."""
+"""After this many tokens a guide gets a new lexer. A lexer grows with the tokens of all answers that it guides, and at
+its limit it ends them."""
 
 _MAX_BUILD_S = 1.0
-"""The most seconds of a processor that the engine compiles a guide for. A legal one of 64 kB takes 0.4."""
+"""The most CPU seconds for which the engine compiles a guide. A legal guide of 64 kB takes 0.4 s."""
 
 _STACK_BYTES = 64 << 20
-"""Of the thread that compiles, several times what the sandbox has. Memory is taken as it is used."""
+"""The stack of the thread that compiles: several times the sandbox's. The system gives memory only as it is used."""
 
 _MAX_ERROR_CHARS = 500
 
@@ -65,11 +65,13 @@ _Value = TypeVar("_Value")
 
 @dataclass(eq=False)
 class CompiledGuide:
-    """A guide that has been compiled, at the start of its grammar.
+    """A compiled guide, at the start of its grammar.
 
-    allowed: bitmask of the tokens that may come first, as the grammar has it. may_end: whether an empty answer parses.
-    kept_bytes: of memory, that it keeps. copy_bytes: that each `GuideMatcher` takes beside. num_tokens: that it has
-    guided.
+    allowed: bitmask of the tokens that may come first by the grammar.
+    may_end: whether an empty answer parses.
+    kept_bytes: the memory that the guide keeps.
+    copy_bytes: the further memory of each `GuideMatcher`.
+    num_tokens: the number of tokens that the guide has guided.
     """
 
     matcher: LLMatcher
@@ -81,39 +83,40 @@ class CompiledGuide:
 
     @property
     def is_worn(self) -> bool:
-        """Whether further answers need a new lexer."""
+        """Whether later answers need a new lexer."""
         return self.num_tokens >= _MAX_TOKENS_OF_A_LEXER
 
 
 class GuideMatcher:
     """The place of one sequence's answer in its grammar.
 
-    compiled: the guide, which the matchers of all its answers share.
-    allowed: int32 [ceil(vocab / 32)], bit i of word w is token 32 w + i: the tokens that may come next. An end token
-        may when the answer parses as it is.
+    compiled: the guide. The matchers of all its answers share it.
+    allowed: the tokens that may come next, int32 [ceil(vocab / 32)]; bit i of word w is token 32 w + i. End tokens are
+        among them if the answer parses as it is.
     """
 
     def __init__(self, compiled: CompiledGuide, text_tokens: NDArray[np.int32], end_tokens: NDArray[np.int32]) -> None:
         """text_tokens, end_tokens: bitmasks of the tokens that mean text, and of the tokens that end this sequence.
 
-        Raises InvalidRequest when the grammar allows no answer with a token."""
+        Raises InvalidRequest if the grammar allows only the empty answer.
+        """
         self.compiled = compiled
         self._matcher = compiled.matcher.deep_copy()
         self._text_tokens = text_tokens & ~end_tokens
         self._end_tokens = end_tokens
-        # The mask was computed with the guide: another thread that computes one holds up the answers of this guide.
+        # The first mask comes with the guide: to compute it here would hold up the guide's other answers.
         if self._allow(compiled.allowed, compiled.may_end):
             raise InvalidRequest("the guide allows nothing but an empty answer")
 
     @property
     def num_bytes(self) -> int:
-        """Of memory, beside what `compiled` keeps."""
+        """The memory of this matcher, without the memory that `compiled` keeps."""
         return self.compiled.copy_bytes + self.allowed.nbytes
 
     def advance(self, token_id: int) -> bool:
-        """Take the token that was chosen; whether the answer is complete: it parses, and no text can follow.
+        """Take the chosen token. Returns whether the answer is complete: it parses, and no text can follow.
 
-        Raises InvalidRequest when the answer cannot go on, which ends the sequence: the grammar exceeded a limit.
+        Raises InvalidRequest if the grammar exceeds a limit. The sequence ends then.
         """
         assert _contains(self.allowed, token_id), f"token {token_id} is against the guide"
         if _contains(self._end_tokens, token_id):
@@ -128,7 +131,7 @@ class GuideMatcher:
         return self._allow(allowed, self._matcher.is_accepting())
 
     def _allow(self, allowed: NDArray[np.int32], may_end: bool) -> bool:
-        """Note the tokens that may come next; whether there are none."""
+        """Note the tokens that may come next. Returns whether no text token may."""
         self.allowed = allowed[: len(self._text_tokens)] & self._text_tokens
         has_next = bool(self.allowed.any())
         if not has_next and not may_end:
@@ -139,27 +142,30 @@ class GuideMatcher:
 
 
 class _SpelledTokens(LongestFirst):
-    """Our tokenizer as llguidance wants one. It could read tokenizer.json itself, but then the text that it checks and
-    the text that clients get would have two authors."""
+    """Our tokenizer in the form that llguidance takes.
+
+    llguidance could read tokenizer.json itself. But then two programs would decide what text a token stands for.
+    """
 
     def __init__(self, tokenizer: Tokenizer, table: TokenTable) -> None:
         super().__init__(table)
         self._tokenizer = tokenizer
 
     def _spell(self, text: str) -> list[int]:
-        """The tokenizer's own tokens spell a text as the model was trained to see it, unless it puts a space in front,
-        as sentencepiece ones do; then the longest that fit."""
+        """The tokenizer's own tokens, as in the model's training. If their text differs, the longest tokens that fit:
+        sentencepiece tokenizers put a space in front.
+        """
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
         spelled = b"".join(map(self._tokenizer.token_bytes, token_ids))
         return token_ids if spelled == text.encode() else super()._spell(text)
 
 
 class GuideCompiler:
-    """Guides to matchers, for one tokenizer and a model whose logits are `vocab_size` wide. For several threads.
+    """Compiles guides for one tokenizer and a model with logits of `vocab_size`. Several threads may use it.
 
-    What a client sent is read and compiled in the sandbox first. The engine's process compiles what the sandbox
-    survived, in one thread, which computes while the cores have nothing else to do, such as in the pauses of a step.
-    One, because the C library keeps the memory that each thread needed while it compiled.
+    The sandbox compiles each new guide first. If it survives, one thread of the engine's process compiles it again.
+    This thread runs only when a core has nothing else to do, such as in the pauses of a step. There is only one such
+    thread because the C library keeps the memory that each thread took while it compiled.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -177,25 +183,25 @@ class GuideCompiler:
         self._refused: _Recent[tuple[float, str]] = _Recent(_MAX_REFUSED_BYTES)
 
     def start(self) -> None:
-        """Start the sandbox, which the first guide would wait for. Raises OSError."""
+        """Start the sandbox, so that the first guide need not wait for it. Raises OSError."""
         self._sandbox.start()
 
     def close(self) -> None:
-        """End the sandbox, and the thread after the guide that it compiles."""
+        """End the sandbox. The thread that compiles ends after its present guide."""
         self._sandbox.close()
         self._builder.shutdown(cancel_futures=True)
 
     def matcher(self, guide: Guide, end_tokens: tuple[int, ...], watch: GuideWatch | None = None) -> GuideMatcher:
         """A matcher at the start of the answer.
 
-        Raises InvalidRequest for a guide that is malformed or exceeds a limit, Unavailable when the sandbox is broken,
-        Cancelled when nobody wants the guide any more.
+        Raises InvalidRequest if the guide is malformed or exceeds a limit, Unavailable if the sandbox is broken, and
+        Cancelled if nobody wants the guide any more.
         """
         compiled = self._known(guide) or self._compile(guide, watch or GuideWatch())
         return GuideMatcher(compiled, self._text_tokens, self._mask(end_tokens))
 
     def _known(self, guide: Guide) -> CompiledGuide | None:
-        """Raises InvalidRequest for a guide that was refused a moment ago."""
+        """The compiled guide, if there is one. Raises InvalidRequest if the guide was refused a moment ago."""
         with self._lock:
             compiled = self._compiled.get(guide) or self._in_use.get(guide)
             if compiled is not None:
@@ -223,7 +229,7 @@ class GuideCompiler:
         return compiled
 
     def _build(self, guide: Guide, trial: Trial) -> tuple[CompiledGuide, float]:
-        """The seconds of a processor that it took, too."""
+        """The compiled guide, and the CPU seconds that it took to compile."""
         started_s = time.thread_time()
         name = f"the {guide.type} guide of {guide.num_bytes} bytes"
         if trial.kept_bytes > _MAX_KEPT_BYTES:
@@ -247,7 +253,7 @@ class GuideCompiler:
 
 
 class _Recent(Generic[_Value]):
-    """What is known of the guides of the last requests, up to so many bytes. One is kept however large it is."""
+    """A value for each of the most recent guides, up to `max_bytes`. The latest value is kept whatever its size."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -261,7 +267,7 @@ class _Recent(Generic[_Value]):
         return self._values[guide][0]
 
     def put(self, guide: Guide, value: _Value, num_bytes: int) -> None:
-        """num_bytes: that the value takes; each counts 1 KiB at least."""
+        """num_bytes: the size of the value. Each value counts at least 1 KiB."""
         self._num_bytes -= self._values.pop(guide, (value, 0))[1]
         self._values[guide] = (value, max(num_bytes, 1024))
         self._num_bytes += max(num_bytes, 1024)
@@ -270,12 +276,12 @@ class _Recent(Generic[_Value]):
 
 
 def _make_builder() -> ThreadPoolExecutor:
-    """One thread of the least priority, with a large stack."""
+    """One thread of the lowest priority, with a large stack."""
     builder = ThreadPoolExecutor(1, "guide-builder")
     previous = threading.stack_size(_STACK_BYTES)
     try:
-        # A step's threads sleep and wake hundreds of times. One that wakes takes its core from a thread of this class
-        # at once; from a thread that is only nice, after milliseconds.
+        # A step's threads sleep and wake hundreds of times. A thread that wakes takes its core from an idle-class
+        # thread at once. From a thread that is only nice, it would take the core after milliseconds.
         builder.submit(os.sched_setscheduler, 0, os.SCHED_IDLE, os.sched_param(0)).result()
     finally:
         threading.stack_size(previous)
@@ -283,7 +289,7 @@ def _make_builder() -> ThreadPoolExecutor:
 
 
 def _token_table(tokenizer: Tokenizer, vocab_size: int) -> TokenTable:
-    """vocab_size: of the model, which may be padded beyond the tokenizer's."""
+    """vocab_size: the model's. It may be larger than the tokenizer's, by padding."""
     num_tokens = max(vocab_size, tokenizer.vocab_size)
     return TokenTable(
         [tokenizer.spell(token_id) for token_id in range(num_tokens)],

@@ -1,7 +1,7 @@
-"""Turns logits into tokens: biases, penalties, guides, the choice.
+"""Turns logits into tokens: applies biases, penalties and guides, then chooses.
 
-logits         biases, penalties, bad words and guides, by the tokens of each sequence
-token_counts   how often a sequence has each token, on the device
-sampler        the choice of each sequence's next token
-beam_ranking   the likeliest continuations of beams
+logits         applies biases, penalties, bad words and guides
+token_counts   counts each sequence's tokens on the device
+sampler        chooses each sequence's next token
+beam_ranking   finds the likeliest continuations of beams
 """

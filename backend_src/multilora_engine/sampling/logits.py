@@ -1,10 +1,11 @@
-"""Changes the model's logits as requests ask before a token is chosen: biases, penalties, forbidden tokens.
+"""Changes the model's logits as requests ask, before a token is chosen: biases, penalties, forbidden tokens.
 
-Every function takes the logits of a mixed batch, [len(sequences), vocab] float32, changes them in place, touches only
-the rows and tokens concerned, and does nothing on the device for a batch that asks for nothing. All they know of a
-sequence's tokens is its `TokenHistory`, which outlives a preemption and grows with each token, and where the last token
-may be known to the device alone, `DeviceTokens`. The host must have read every token of beams, whose forks have
-histories of their own, and of guides, which are grammars.
+Every function takes the logits of a mixed batch, [len(sequences), vocab] float32, and changes them in place. It touches
+only the rows and tokens concerned. For a batch that asks for nothing it does nothing on the device.
+
+The functions know a sequence's tokens from its `TokenHistory`, which outlives a preemption and grows with each token.
+Where only the device may know the last token, they also read `DeviceTokens`. Beams and guides need the host to have
+read every token, because a fork of a beam has a history of its own, and a guide is a grammar.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from multilora_kernels import LARGEST_LOGIT, forbid_tokens, penalise_tokens
 _NO_TOKENS = np.array([], np.int64)
 
 _Row = tuple[int, Sequence]
-"""A row of the logits, and the sequence whose it is."""
+"""A row of the logits, and its sequence."""
 
 _Values = tuple[NDArray[Any], NDArray[Any] | float]
-"""Some tokens of a sequence, each once, and a value for each or for all of them."""
+"""Some tokens of a sequence, each once, and one value for each token or for all of them."""
 
 _Entry = tuple[int, _Values]
-"""The same with the sequence's row."""
+"""The row of a sequence, and `_Values` of it."""
 
 
 def adjust_logits(
@@ -40,10 +41,12 @@ def adjust_logits(
     end_token_ids: tuple[int, ...],
     tokens: DeviceTokens | None = None,
 ) -> list[int]:
-    """Bias, penalties and bans, in the order of transformers' `generate`. The rows in which tokens may be forbidden.
+    """Apply biases, penalties and bans, in the order of transformers' `generate`.
 
-    Bans come last: before them, penalties could make a forbidden token possible again. tokens: None where the host
-    knows all of them. A sequence whose part fails alone keeps its logits as they are then.
+    Bans come last: penalties after them could make a forbidden token possible again. If the work for one sequence
+    fails, its logits stay as they are at that point, and the other sequences go on.
+
+    tokens: None if the host knows all tokens. Returns the rows in which tokens may be forbidden.
     """
     if not any(map(_is_adjusted, sequences)):
         return []
@@ -60,18 +63,21 @@ def adjust_logits(
 
 
 def end_tokens(sampling: SamplingParams, end_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens that end an answer: the checkpoint's (`end_token_ids`), the request's own, or none for end_id -1."""
+    """The tokens that end an answer: the request's `end_id`, else the checkpoint's (`end_token_ids`); none for -1."""
     if sampling.end_id is None:
         return end_token_ids
     return () if sampling.end_id < 0 else (sampling.end_id,)
 
 
 def bias_tensors(sampling: SamplingParams, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`embedding_bias` as tensors, made once a request: token ids int64 [n] and biases float32 [n]. None without."""
+    """`embedding_bias` as tensors: token ids int64 [n] and biases float32 [n]. They are made once per request.
+
+    None if the request has no `embedding_bias`.
+    """
     if not sampling.embedding_bias:
         return None
     token_ids, biases = zip(*sampling.embedding_bias, strict=True)
-    # By NumPy, which reads tens of thousands of numbers in half the time.
+    # NumPy reads tens of thousands of numbers in half the time that torch takes.
     ids, values = np.fromiter(token_ids, np.int64), np.fromiter(biases, np.float32)
     return to_device(torch.from_numpy(ids), device), to_device(torch.from_numpy(values), device)
 
@@ -141,7 +147,10 @@ def _forbidden_ends(sequence: Sequence, end_token_ids: tuple[int, ...]) -> Token
 def _adjust_on_device(
     logits: torch.Tensor, rows: list[_Row], end_token_ids: tuple[int, ...], tokens: DeviceTokens
 ) -> set[int]:
-    """Penalties and bans of a step in one copy to the device and a launch each. The rows that may have bans."""
+    """Penalties and bans of a step, by one copy to the device and one kernel for each of the two.
+
+    Returns the rows that may have bans.
+    """
     penalised = [(row, sequence) for row, sequence in rows if _is_penalised(sequence.request.sampling)]
     restricted = [(row, sequence) for row, sequence in rows if _may_have_bans(sequence)]
     if not penalised and not restricted:
@@ -168,7 +177,7 @@ def _adjust_on_device(
 
 
 def _is_adjusted(sequence: Sequence) -> bool:
-    """Whether anything may change the logits of a sequence."""
+    """Whether the request may change the logits of its sequence."""
     is_biased = sequence.bias is not None or sequence.guide is not None
     return is_biased or _is_penalised(sequence.request.sampling) or _may_have_bans(sequence)
 
@@ -184,7 +193,7 @@ def _may_have_bans(sequence: Sequence) -> bool:
 
 
 def _bans(sequence: Sequence, end_token_ids: tuple[int, ...]) -> Bans:
-    """[2, n], as `forbid_tokens` takes them behind their row."""
+    """The last two rows of what `forbid_tokens` takes, [2, n]; the caller adds the row of the logits."""
     ends = _forbidden_ends(sequence, end_token_ids)
     bans = np.stack([ends, np.full_like(ends, ANY_TOKEN)])
     if sequence.request.sampling.bad_token_sequences:
@@ -211,7 +220,7 @@ def _allowed(sequence: Sequence) -> NDArray[np.int32]:
 
 
 def _history(sequence: Sequence, counts_tokens: bool = True) -> TokenHistory:
-    """The sequence's history, with all of its tokens in it that the host knows."""
+    """The sequence's history, brought up to the last token that the host knows."""
     if sequence.history is None:
         sequence.history = TokenHistory(sequence.request, counts_tokens)
     history = sequence.history

@@ -1,4 +1,4 @@
-"""The next token of every sequence of a step, in one vectorised call over mixed parameters."""
+"""Chooses the next token of every sequence of a step, in one vectorised call. Each sequence has its own parameters."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from multilora_engine.sequences.sequence import Sequence, for_each_alone
 from multilora_kernels import SamplingRule, most_probable, rule_parameters, sample_tokens
 
 _MIN_TEMPERATURE = 1e-6
-"""Smaller temperatures draw the same, always the most probable token, but divide to infinities."""
+"""Smaller temperatures would always draw the most probable token, too, but their divisions make infinities."""
 
 _GREEDY = SamplingRule(temperature=1.0, top_k=1, top_p=1.0, min_p=0.0, uniform=0.0)
 
 
 class SampledToken(msgspec.Struct, frozen=True):
-    """The next token of one sequence, and the values of its choice that the request wants.
+    """The next token of one sequence, and the values that the request wants with it.
 
-    token_id: None when the request's bans left nothing to choose.
-    continuations: of a beam, from which the search chooses; its token_id and log_prob mean nothing.
-    logits: the model's own, float32 [vocab].
-    is_finite: False when the model's numbers overflowed, so that the rest means nothing.
+    token_id: None if the request's bans left no token to choose.
+    continuations: for a beam, what the search chooses from. token_id and log_prob mean nothing then.
+    logits: the model's own logits, float32 [vocab].
+    is_finite: False if the model's numbers overflowed. The other fields mean nothing then.
     """
 
     token_id: int | None
@@ -41,12 +41,12 @@ class SampledToken(msgspec.Struct, frozen=True):
 
 
 class Choice:
-    """The choice of one token per sequence: a device makes it by itself, while the host may go on, until it is `read`.
+    """The choice of one token for each sequence. The device makes it by itself; the host may go on and `read` it later.
+
+    A sequence draws one uniform number for each token from its own generator. So its draws do not depend on the rest of
+    the batch.
 
     token_ids: int64 [len(sequences)], on the device.
-
-    A sequence draws one uniform number a token from its own generator, so that its draws do not depend on the
-    rest of the batch.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Choice:
         end_token_ids: tuple[int, ...],
         tokens: DeviceTokens | None = None,
     ) -> None:
-        """logits: [len(sequences), vocab], float32, changed in place. tokens: None where the host knows all of them.
+        """logits: [len(sequences), vocab], float32, changed in place. tokens: None if the host knows all tokens.
 
-        The logits must stay as they are until the choice is read, if any sequence's sampling `must_read_each_token`.
+        If any sequence's sampling `must_read_each_token`, nobody may change the logits until the choice is read.
         """
         self.sequences = sequences
         self._logits = logits
@@ -68,7 +68,7 @@ class Choice:
         self._kept = _own_logits(logits, sequences)
         self._restricted = adjust_logits(logits, sequences, end_token_ids, tokens)
         self.token_ids, are_sound = _choose(logits, sequences, tokens)
-        # The probes with the tokens, since the logits may be another step's when these are read.
+        # The probes travel with the tokens: when these are read, the logits may be those of another step.
         probes = () if are_sound else (_probe(logits, self.token_ids),)
         self._on_host = FromDevice(self.token_ids, *probes)
         self._log_probs = None
@@ -97,21 +97,21 @@ class Choice:
         return tokens
 
     def _failed(self, probes: NDArray[np.float32]) -> tuple[set[int], set[int]]:
-        """The rows whose requests have forbidden every token, and those whose numbers overflowed."""
+        """The rows whose requests have forbidden every token, and the rows whose numbers overflowed."""
         dead = {row for row in self._restricted if probes[row, 0] == -math.inf}
         return dead, _overflown(probes) - dead
 
 
 class _LogProbs:
-    """The log-probs of some rows' tokens, chosen and most probable ones, on their way from the device."""
+    """The log-probs of the chosen and the most probable tokens of some rows, on their way from the device."""
 
     def __init__(
         self, rows: list[int], log_probs: torch.Tensor, token_ids: torch.Tensor, sequences: list[Sequence]
     ) -> None:
-        """rows: of the tokens. log_probs: [len(rows), vocab]. token_ids: [len(rows)], the chosen ones."""
+        """rows: the rows that want log-probs. log_probs: [len(rows), vocab]. token_ids: [len(rows)], the choices."""
         self._rows = rows
         self._num_top = [sequences[row].request.sampling.num_top_log_probs for row in rows]
-        # The largest of each are looked for once, for all.
+        # One search for all rows, for as many top tokens as the most demanding row wants.
         top = log_probs.topk(max(self._num_top), dim=-1)
         self._on_host = FromDevice(log_probs.gather(1, token_ids.unsqueeze(1)).squeeze(1), top.values, top.indices)
 
@@ -123,13 +123,16 @@ class _LogProbs:
 
 
 def _own_logits(logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list[int], FromDevice] | None:
-    """The sequences that ask for their logits, by row, and these; None for none."""
+    """The rows of the sequences that ask for their logits, and the logits; None if no sequence asks."""
     rows = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.return_generation_logits]
     return (rows, FromDevice(logits.index_select(0, _index(rows, logits)))) if rows else None
 
 
 def _choose(logits: torch.Tensor, sequences: list[Sequence], tokens: DeviceTokens | None) -> tuple[torch.Tensor, bool]:
-    """The tokens, and whether their logits are on the host, finite and not zero: then nothing is left to probe."""
+    """The tokens, and whether their logits are known to be finite and not zero, so that no probe is needed.
+
+    Only logits in the host's memory can be known so.
+    """
     drawn = [row for row, s in enumerate(sequences) if not s.request.sampling.is_greedy and s.search is None]
     if not drawn:
         return (logits.argmax(dim=-1), False) if logits.is_cuda else most_probable(logits)
@@ -148,7 +151,7 @@ def _choose(logits: torch.Tensor, sequences: list[Sequence], tokens: DeviceToken
 
 
 def _reset_top_p(parameters: torch.Tensor, rows: list[int], sequences: list[Sequence], tokens: DeviceTokens) -> None:
-    """Set top_p back in rows whose pending token is their reset token."""
+    """Set top_p back in the rows whose pending token is their reset token."""
     index = _index(rows, parameters)
     samplings = [sequences[row].request.sampling for row in rows]
     reset_ids = _index([p.top_p_reset_id for p in samplings], parameters)
@@ -158,7 +161,7 @@ def _reset_top_p(parameters: torch.Tensor, rows: list[int], sequences: list[Sequ
 
 
 def _sees_no_overflow(logits: torch.Tensor, token_ids: torch.Tensor) -> bool:
-    """As `_choose` says, of drawn tokens."""
+    """Whether the logits of drawn tokens are known to be finite and not zero, as `_choose` tells."""
     if logits.is_cuda:
         return False
     rows = logits.numpy()
@@ -167,7 +170,7 @@ def _sees_no_overflow(logits: torch.Tensor, token_ids: torch.Tensor) -> bool:
 
 
 def _probe(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """The logits of the chosen tokens, and of a few over the whole vocabulary, [rows, 1 + some]."""
+    """The logits of the chosen tokens and of a few tokens from all over the vocabulary, [rows, 1 + some]."""
     distance = max(1, logits.shape[1] // 4)
     return torch.cat((logits.gather(1, token_ids.unsqueeze(1)), logits[:, ::distance]), dim=1)
 
@@ -175,8 +178,8 @@ def _probe(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 def _overflown(probes: NDArray[np.float32]) -> set[int]:
     """The rows whose numbers overflowed in the model.
 
-    A NaN counts as the largest logit, so it is chosen. Where the squares in the last norm overflow, but not the
-    squared values, the norm makes zeros of everything; no logits of a model are by chance.
+    A NaN counts as the largest logit, so it is chosen. If squares overflow in the last norm, but not the values that
+    are squared, the norm turns all values into zeros, and so all logits are 0. No sound model gives such logits.
     """
     if np.isfinite(chosen := probes[:, 0]).all() and chosen.all():
         return set()
@@ -191,9 +194,9 @@ def _rule(sequence: Sequence) -> SamplingRule:
 
 
 def _top_p(sequence: Sequence) -> float:
-    """top_p decayed once for each token since the reset token, or the start (arXiv:2206.04624).
+    """top_p, decayed once for each token since the reset token, or since the start (arXiv:2206.04624).
 
-    A pending token counts as one that is not the reset token.
+    A pending token counts as a token that is not the reset token.
     """
     sampling = sequence.request.sampling
     if not sampling.has_decay:
@@ -205,19 +208,19 @@ def _top_p(sequence: Sequence) -> float:
 
 
 def _num_since(token_ids: list[int], reset_id: int) -> int:
-    """How many tokens follow the last `reset_id`; all without one."""
-    # Not a loop: without the token, the whole answer is looked through for every token of it.
+    """The number of tokens after the last `reset_id`; all tokens if it does not occur."""
+    # No Python loop: without the reset token, each new token searches the whole answer.
     return token_ids[::-1].index(reset_id) if reset_id in token_ids else len(token_ids)
 
 
 def _rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows in ascending order: x itself if it has no others, else a copy.
+    """The rows of `x` that `index` names, in ascending order: `x` itself if it has no others, else a copy.
 
-    On a CPU indexing with a tensor would take up to ten times as long.
+    On a CPU, indexing with a tensor would take up to ten times as long as `index_select`.
     """
     return x if len(index) == len(x) else x.index_select(0, index)
 
 
 def _index(rows: list[int], like: torch.Tensor) -> torch.Tensor:
-    """`rows` to index with; a list would be copied to the device with a wait."""
+    """`rows` as a tensor to index with. torch would wait for the device to copy a list."""
     return to_device(torch.tensor(rows), like.device)

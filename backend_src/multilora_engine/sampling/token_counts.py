@@ -1,4 +1,4 @@
-"""`TokenCounts`: how often sequences have each token, on the device, which counts a token before the host knows it."""
+"""`TokenCounts`: counts each token of a sequence on the device, which counts a token before the host knows it."""
 
 from __future__ import annotations
 
@@ -16,36 +16,39 @@ from multilora_engine.sequences.sequence import Sequence
 _IN_PROMPT, _IN_ANSWER = 1, 2
 
 _NOTHING_KNOWN = -1
-"""In the place of a number of counted tokens: until they are counted."""
+"""Stands for the number of counted tokens while they are being counted."""
 
 
 class TokenCounts:
-    """A place for each of as many sequences as a step may have, in a tensor that `penalise_tokens` changes.
+    """Places for as many sequences as a step may have, in a tensor that `penalise_tokens` changes.
 
-    A place belongs to a sequence until another one needs it, those used least recently first; who has lost it is
-    counted anew. So nobody has to say when a sequence ends.
+    A sequence keeps its place until another sequence needs one: the least recently used place goes first. The tokens of
+    a sequence that lost its place are counted again. So nobody has to tell when a sequence ends.
     """
 
     def __init__(self, num_places: int, vocab_size: int, device: torch.device) -> None:
         self.counts = torch.zeros(num_places, vocab_size, dtype=torch.int32, device=device)
         self._num_counted: OrderedDict[int, tuple[int, int]] = OrderedDict()
-        """By `Sequence.arrival`: its place, and how many of its tokens are counted there; the latest use last."""
+        """By a sequence's `arrival`: its place, and how many tokens are counted there. The latest use is last."""
 
     @staticmethod
     def num_bytes(num_places: int, vocab_size: int) -> int:
-        """The memory that it takes."""
+        """The memory that the counts take."""
         return num_places * vocab_size * torch.int32.itemsize
 
     def keep(self, sequences: Iterable[Sequence]) -> None:
-        """None of a step's sequences, no more than there are places, loses its place to another one of them."""
+        """Keep the places of a step's sequences, so that none loses its place to another one of the step.
+
+        sequences: at most as many as there are places.
+        """
         for sequence in sequences:
             if sequence.arrival in self._num_counted:
                 self._num_counted.move_to_end(sequence.arrival)
 
     def place_of(self, sequence: Sequence) -> tuple[int, int]:
-        """The place of a sequence of the step, and 1 where `penalise_tokens` is to count its last token, else 0.
+        """The place of a sequence of the step, and 1 if the device is yet to count its last token, else 0.
 
-        All its other tokens are counted by then; the caller has the device count that one.
+        All its other tokens are counted on return. The caller has `penalise_tokens` count the last one.
         """
         place, num_counted = self._num_counted.get(sequence.arrival, (None, 0))
         if place is None or num_counted < sequence.num_tokens - 1:
@@ -63,7 +66,7 @@ class TokenCounts:
         return place
 
     def _count_anew(self, place: int, sequence: Sequence) -> int:
-        """Count all tokens that the host knows. How many there are."""
+        """Count all tokens that the host knows. Returns their number."""
         prompt, answer = sequence.request.prompt_token_ids, sequence.output_token_ids
         counts = Counter(dict.fromkeys(prompt, _IN_PROMPT))
         counts.update({token_id: _IN_ANSWER * count for token_id, count in Counter(answer).items()})
@@ -75,9 +78,9 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class DeviceTokens:
-    """The tokens of a step where the device alone may know the last one of each sequence.
+    """The tokens of a step, in which only the device may know the last token of each sequence.
 
-    input_ids: of the step. last_rows: of its sequences whose next token is wanted, their last rows, [rows] int64.
+    input_ids: the step's tokens. last_rows: the last row of each sequence whose next token is wanted, [rows] int64.
     """
 
     counts: TokenCounts
@@ -86,5 +89,5 @@ class DeviceTokens:
 
     @cached_property
     def last_token_ids(self) -> torch.Tensor:
-        """[rows] int64."""
+        """The last token of each sequence whose next token is wanted, [rows] int64."""
         return self.input_ids.index_select(0, self.last_rows)

@@ -1,8 +1,8 @@
-"""Sequences: the engine's state of its requests, below the rooms that read it. engine/ decides, and writes most of it.
+"""Sequences: the engine's state of its requests. This room lies below its readers. engine/ writes most of the state.
 
 sequence             `Sequence`: the state of one request, its blocks of the KV cache, its held outputs
 scheduled_sequence   `ScheduledSequence`: the part of a sequence that one step computes
-token_history        the tokens of a sequence as penalties and bad words count them
-prompt_log_probs     how likely the tokens of a prompt are
-beam_search          several candidates for one answer
+token_history        counts the tokens of a sequence for penalties and bad words
+prompt_log_probs     the log-probs of the tokens of a prompt
+beam_search          the rules of a beam search
 """

@@ -20,7 +20,7 @@ from multilora_engine.text.text_stream import TextStream
 
 @dataclass(frozen=True, slots=True)
 class Continuations:
-    """The likeliest next tokens of a beam, best first. scores: sums of log-probs of the answers that end with them."""
+    """The likeliest next tokens of a beam, best first. scores: for each, the log-prob of the whole answer up to it."""
 
     token_ids: list[int]
     scores: list[float]
@@ -36,14 +36,15 @@ class Continuation:
 
 
 Rank = tuple[float, float]
-"""Orders answers as cum_log_prob / length ** length_penalty does, by logarithms: no penalty is too large for those."""
+"""Orders answers as cum_log_prob / length ** length_penalty does, but by logarithms, which large penalties do not
+overflow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """An answer that ended, or was ended.
+    """An answer that ended by itself or was ended.
 
-    cum_log_prob: the sum of its tokens' log-probs. rank: of the same by the length penalty; the largest wins.
+    cum_log_prob: the sum of its tokens' log-probs. rank: its place by length penalty; the largest rank wins.
     """
 
     token_ids: list[int]
@@ -54,9 +55,9 @@ class Hypothesis:
 
 
 class Beam(Protocol):
-    """The part of an unfinished answer that a search reads; an engine's `Sequence` is one.
+    """The part of an unfinished answer that a search reads. The engine's `Sequence` has it.
 
-    score: the sum of `log_probs`, which are those of its tokens.
+    log_probs: one for each token of the answer. score: their sum.
     """
 
     @property
@@ -75,8 +76,10 @@ class BeamSearch:
     def __init__(
         self, sampling: SamplingParams, end_token_ids: tuple[int, ...], max_tokens: int, text: TextStream
     ) -> None:
-        """end_token_ids: each of them ends an answer. max_tokens: the length at which every answer ends. text: the
-        request's stream, still empty."""
+        """end_token_ids: the tokens that end an answer. max_tokens: the length at which every answer ends.
+
+        text: the request's stream, still empty.
+        """
         self._sampling = sampling
         self._text = text
         self._end_token_ids = frozenset(end_token_ids)
@@ -85,15 +88,15 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many candidates a step looks at: if they include all end tokens of each beam, `beam_width` others are
-        left."""
+        """The number of candidates in a step. If all end tokens of each beam are among them, `beam_width` remain."""
         return max(2, 1 + len(self._end_token_ids)) * self._sampling.beam_width
 
     def advance(self, beams: Sequence[Beam], ranked: list[Continuations]) -> list[Continuation]:
-        """The continuations that become the next beams, likeliest first; none when the search has ended.
+        """The continuations that become the next beams, likeliest first. None are left when the search has ended.
 
-        ranked: each beam's likeliest continuations. A candidate that ends counts as an answer only when it is among the
-        first `beam_width`.
+        A candidate that ends counts as an answer only if it is among the first `beam_width`.
+
+        ranked: each beam's likeliest continuations.
         """
         width = self._sampling.beam_width
         going_on: list[Continuation] = []
@@ -108,13 +111,16 @@ class BeamSearch:
         return [] if not going_on or self._is_over(going_on[0].score, num_tokens) else going_on[:width]
 
     def answers(self, beams: Sequence[Beam], reason: FinishReason | None = None) -> list[BeamOutput]:
-        """The answers, best first, at most `beam_width`. reason: why it was ended early; its beams count then."""
+        """The answers, best first, at most `beam_width`.
+
+        reason: why the search was ended early. Its unfinished beams count as answers then.
+        """
         cut_off = [self._cut_off(beam, reason) for beam in beams if beam.output_token_ids] if reason else []
         best = _best_first([*self._finished, *cut_off])
         return [self._output(hypothesis) for hypothesis in best[: self._sampling.beam_width]]
 
     def _candidates(self, ranked: list[Continuations]) -> list[Continuation]:
-        """The best continuations over all beams. One with a forbidden token is no candidate."""
+        """The best continuations over all beams, without continuations by a forbidden token."""
         candidates = [
             Continuation(parent, token_id, score)
             for parent, continuations in enumerate(ranked)
@@ -136,9 +142,9 @@ class BeamSearch:
         return bool(self._sampling.stop_words or self._sampling.stop_token_sequences)
 
     def _is_over(self, best_score: float, num_tokens: int) -> bool:
-        """Whether no beam is expected to beat the worst answer, or `early_stopping` does not ask for that.
+        """Whether the search ends: no beam can be expected to beat the worst answer, or `early_stopping` does not ask.
 
-        best_score: of the best beam, `num_tokens` long.
+        best_score: the score of the best beam, which has `num_tokens` tokens.
         """
         if len(self._finished) < self._sampling.beam_width:
             return False
@@ -174,7 +180,7 @@ class BeamSearch:
     def _rank(self, cum_log_prob: float, num_tokens: int) -> Rank:
         if cum_log_prob >= 0:
             return math.inf, cum_log_prob
-        # A large penalty leaves nothing of the second logarithm: answers of a length keep their order by the sum.
+        # A large penalty rounds the second logarithm away. Answers of one length keep their order by cum_log_prob.
         return self._sampling.length_penalty * math.log(num_tokens) - math.log(-cum_log_prob), cum_log_prob
 
 
@@ -183,12 +189,12 @@ def _best_first(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
 
 
 def check_beam_sampling(sampling: SamplingParams) -> None:
-    """Raises InvalidRequest for a number no search can use, Unsupported for an option that does not go with beams."""
+    """Raises InvalidRequest for a number that no search can use, Unsupported for an option that excludes beams."""
     if sampling.max_tokens == 0:
         raise InvalidRequest("max_tokens is 0 with beam_width > 1: answers without tokens are all the same")
     if sampling.temperature == 0:
         raise InvalidRequest(
-            "temperature is 0 with beam_width > 1: beams are ranked by probability, which it leaves none"
+            "temperature is 0 with beam_width > 1: beams are ranked by probability, which needs a temperature above 0"
         )
     drawing = {
         "runtime_top_k": sampling.top_k > 1,

@@ -1,4 +1,4 @@
-"""`PromptLogProbs`: how likely each token of a prompt is behind those before it, as far as it has been computed."""
+"""`PromptLogProbs`: how likely each token of a prompt is after the tokens before it, as far as computed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 NO_TOKEN = -1
-"""The value in the place of an id where there is none."""
+"""Stands in the place of a token id if there is no token."""
 
 
 @cache
 def row_type(num_top: int) -> np.dtype[Any]:
-    """A row of a report: a token's log-prob, and log-probs and ids of the `num_top` likeliest in its place, best first.
+    """The type of a row, one row for each token of the prompt.
 
-    Rows of it, one a token, cross from the engine to the fronts as bytes.
+    A row has the token's log-prob, and the log-probs and ids of the `num_top` likeliest tokens in its place, best
+    first. Rows go from the engine to the fronts as bytes.
     """
     return np.dtype(
         [("log_prob", np.float32), ("top_log_probs", np.float32, (num_top,)), ("top_ids", np.int32, (num_top,))]
@@ -24,13 +25,16 @@ def row_type(num_top: int) -> np.dtype[Any]:
 
 
 class PromptLogProbs:
-    """The rows of a prompt's first `num_known` tokens. The first one has nothing before it: 0.0, and `NO_TOKEN`s.
+    """The rows of a prompt's first `num_known` tokens. The first token has nothing before it: its row has 0.0 and
+    `NO_TOKEN`.
 
-    num_top: how many of the likeliest tokens each row has. Only `append` changes it, which the model runner calls.
+    Only the model runner adds rows, by `append`.
+
+    num_top: the number of likeliest tokens in each row.
     """
 
     def __init__(self, num_tokens: int, num_top: int) -> None:
-        """num_tokens: of the prompt."""
+        """num_tokens: the length of the prompt."""
         self._num_tokens = num_tokens
         self.num_top = num_top
         self.num_known = 0
@@ -42,18 +46,18 @@ class PromptLogProbs:
         return self.num_known == self._num_tokens
 
     def missing(self, start: int, end: int) -> range:
-        """The positions among start .. end - 1 behind which is a token of the prompt whose row is not known."""
+        """The positions from start to end - 1 after which comes a token of the prompt with an unknown row."""
         start = max(start, self.num_known - 1)
         return range(start, max(start, min(end, self._num_tokens - 1)))
 
     def append(self, log_probs: NDArray[Any], top_log_probs: NDArray[Any], top_ids: NDArray[Any]) -> None:
-        """The rows of the next tokens: [n], [n, num_top], [n, num_top]."""
+        """Add the rows of the next n tokens: [n], [n, num_top], [n, num_top]."""
         rows = np.empty(len(log_probs), row_type(self.num_top))
         rows["log_prob"], rows["top_log_probs"], rows["top_ids"] = log_probs, top_log_probs, top_ids
         self._rows.append(rows.tobytes())
         self.num_known += len(rows)
 
     def to_bytes(self) -> bytes:
-        """All rows, as of `row_type`."""
+        """All rows, each of `row_type`."""
         assert self.is_complete, "log-probs of half a prompt"
         return b"".join(self._rows)

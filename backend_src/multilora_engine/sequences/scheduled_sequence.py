@@ -8,9 +8,10 @@ from multilora_engine.sequences.sequence import Sequence
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True):
-    """`num_tokens` tokens of `sequence`, from `num_computed_tokens` (as it was when scheduled) on.
+    """`num_tokens` tokens of `sequence`, from position `start` on.
 
-    is_sampled: the step computes its last token, so the logits give the next one.
+    start: the sequence's `num_computed_tokens` when it was scheduled.
+    is_sampled: whether the step computes the sequence's last token, so that the logits give the next token.
     """
 
     sequence: Sequence
@@ -20,8 +21,9 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 
     @property
     def is_decode(self) -> bool:
-        """Whether it is one token of the answer. The attention of all others is that of prompts: an answer has the same
-        bits however its prompt is cut, into pieces of one token, too.
+        """Whether the part is one token of the answer. All other parts use the attention of prompts.
+
+        So an answer has the same bits however its prompt was cut, even into pieces of one token.
         """
         return self.num_tokens == 1 and self.start >= len(self.sequence.request.prompt_token_ids)
 
@@ -32,7 +34,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 
     @property
     def context_positions(self) -> range:
-        """The prompt's tokens in this step whose logits the request wants and has not got before a preemption."""
+        """The prompt's tokens in this step whose logits the request wants and did not get before a preemption."""
         sequence = self.sequence
         if not sequence.request.sampling.return_context_logits or sequence.output_token_ids:
             return range(0)
@@ -40,11 +42,11 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 
     @property
     def scored_positions(self) -> range:
-        """The prompt's tokens in this step behind which are tokens whose log-probs are wanted and not known yet."""
+        """The prompt's positions in this step whose next token needs a log-prob that is not known yet."""
         log_probs = self.sequence.prompt_report.log_probs
         return range(0) if log_probs is None else log_probs.missing(self.start, self.start + self.num_tokens)
 
     @property
     def token_ids(self) -> list[int]:
-        """A pending token is missing."""
+        """The tokens of this part, without a pending token."""
         return self.sequence.token_ids(self.start, self.start + self.num_tokens)

@@ -1,4 +1,4 @@
-"""`Sequence`: the engine's own mutable state of one request; it never leaves the engine."""
+"""`Sequence`: the engine's own mutable state of one request. It never leaves the engine."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from multilora_engine.text.text_stream import TextStream
 
 @dataclass(slots=True)
 class HeldOutputs:
-    """Values of an answer's tokens that have not left yet; each list is empty in a request that did not ask for it.
+    """Values of an answer's tokens that have not left yet. A list stays empty if the request did not ask for it.
 
-    logits: rows of float32. cum_log_prob: the sum of the log-probs of the tokens that have left. Written by `Answers`
-    and, for beams, by `continue_beams`.
+    Written by `Answers` and, for beams, by `continue_beams`.
+
+    logits: rows of float32. cum_log_prob: the sum of the log-probs of the tokens that have left.
     """
 
     log_probs: list[TokenLogProb] = field(default_factory=list)
@@ -54,8 +55,9 @@ class HeldOutputs:
 class PromptReport:
     """Values of a prompt's first tokens, as far as they are computed. Written by the model runner.
 
-    logits: rows of float32 that have not left. num_logits: rows so far, with the rows that have left. log_probs: until
-    they leave; None after that, and for a request that did not ask for them.
+    logits: rows of float32 that have not left.
+    num_logits: the number of rows so far, including rows that have left.
+    log_probs: None if they have left, or if the request did not ask for them.
     """
 
     logits: list[bytes] = field(default_factory=list)
@@ -68,7 +70,7 @@ class PromptReport:
         self.num_logits += num_rows
 
     def release_logits(self) -> bytes:
-        """The logits that have come since this was called last."""
+        """The logits that have come since the last call."""
         if not self.logits:
             return b""
         released, self.logits = self.logits, []
@@ -85,19 +87,20 @@ class PromptReport:
 BlockIds = list[int] | NDArray[np.int64]
 
 _MIN_ROOM = 16
-"""Blocks that a table has room for at first."""
+"""The number of blocks for which a new table has room."""
 
 
 class BlockTable:
     """The blocks of a sequence's tokens, in order: token t is in block t // block_size. Written by `BlockAllocator`.
 
-    The ids lie in an array that grows by doubling, so that a step copies them whole, at a price that hardly depends on
-    how many there are.
+    The ids lie in an array that grows by doubling. So a step copies them whole, and the cost hardly depends on their
+    number.
 
-    keys: of the first full blocks, as far as the allocator has needed them. weights_version: the allocator's, when the
-        sequence started.
-    num_allocated, num_reused: blocks that the sequence was ever given, and those of them that came with the keys and
-        values of its tokens. num_cached_tokens: its tokens that had them when it first started.
+    keys: the keys of the first full blocks, as far as the allocator has needed them.
+    weights_version: the allocator's version of the weights when the sequence started.
+    num_allocated: how many blocks the sequence was ever given.
+    num_reused: how many of these came with the keys and values of its tokens.
+    num_cached_tokens: how many of its tokens had keys and values when it first started.
     """
 
     __slots__ = ("_ids", "keys", "length", "num_allocated", "num_cached_tokens", "num_reused", "weights_version")
@@ -122,7 +125,7 @@ class BlockTable:
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """[length] int64; valid until the table changes."""
+        """The ids of the blocks, [length] int64. The array is valid until the table changes."""
         return self._ids[: self.length]
 
     def slot(self, position: int, block_size: int) -> int:
@@ -139,19 +142,19 @@ class BlockTable:
         self.length = length
 
     def replace(self, blocks: BlockIds, keys: list[bytes]) -> None:
-        """Have these blocks with these keys, and no others."""
+        """Replace all blocks and keys by these."""
         self.clear()
         self.extend(blocks)
         self.keys = list(keys)
 
     def clear(self) -> None:
-        """Have no blocks. The keys stay: tokens never change."""
+        """Drop all blocks. The keys stay, because tokens never change."""
         self.length = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """The keys and values of block `source` shall be in block `target`, too."""
+    """An order to copy the keys and values of block `source` into block `target`."""
 
     source: int
     target: int
@@ -168,7 +171,7 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True)
 class Times:
-    """When things happened to a request, in nanoseconds of the monotonic clock; 0: not yet. Written by the engine."""
+    """When things happened to a request, in ns of the monotonic clock; 0 means not yet. Written by the engine."""
 
     arrival_ns: int = 0
     first_scheduled_ns: int = 0
@@ -176,11 +179,11 @@ class Times:
     last_token_ns: int = 0
 
     def note_step(self, now_ns: int) -> None:
-        """A step computes tokens of the request."""
+        """Note that a step computes tokens of the request."""
         self.first_scheduled_ns = self.first_scheduled_ns or now_ns
 
     def note_token(self, now_ns: int) -> None:
-        """The answer has one more token."""
+        """Note that the answer has one more token."""
         self.first_token_ns = self.first_token_ns or now_ns
         self.last_token_ns = now_ns
 
@@ -337,8 +340,9 @@ class Sequence:
 def for_each_alone(
     rows: Iterable[tuple[int, Sequence]], work: Callable[[Sequence], Result]
 ) -> list[tuple[int, Result]]:
-    """The host's work of a step for each of some sequences, by row. A sequence whose work raises has failed: it is left
-    out, here and from then on, and the work of all others is done.
+    """Do the host's work of a step for each sequence. Returns the results, each with the row of its sequence.
+
+    A sequence whose work raises has failed: it is left out here and from then on. The others go on.
     """
     done = []
     for row, sequence in rows:

@@ -1,4 +1,4 @@
-"""`TokenHistory`: a sequence's tokens as penalties and bad words need them, kept up to date token by token."""
+"""`TokenHistory`: counts a sequence's tokens for penalties, and follows its bad words, token by token."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from multilora_engine.text.automaton import ROOT, Automaton
 TokenIds = NDArray[np.int64]
 
 Bans = NDArray[np.int64]
-"""[2, n]: tokens that are forbidden, and the last token behind which each is, or ANY_TOKEN."""
+"""[2, n]: forbidden tokens, and for each the last token after which it is forbidden, or ANY_TOKEN."""
 
 ANY_TOKEN = -1
+"""Stands for any last token."""
 
 
 class TokenTally:
-    """The different tokens of a sequence, and how often it has each. One more token costs constant time."""
+    """The different tokens of a sequence, and how often each occurs. One more token costs constant time."""
 
     def __init__(self, token_ids: Iterable[int] = ()) -> None:
         tally = Counter(token_ids)
@@ -31,12 +32,12 @@ class TokenTally:
 
     @property
     def token_ids(self) -> TokenIds:
-        """[n], each once."""
+        """The different tokens, [n]."""
         return self._token_ids[: len(self._places)]
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """[n], of each of `token_ids`."""
+        """How often each of `token_ids` occurs, [n]."""
         return self._counts[: len(self._places)]
 
     def add(self, token_id: int) -> None:
@@ -54,36 +55,36 @@ class TokenTally:
 
 
 class BadWords:
-    """The sequences that a request forbids, by the tokens before their last one. Forks share it."""
+    """The token sequences that a request forbids, by the tokens before their last one. Forks share this object."""
 
     def __init__(self, sequences: Iterable[tuple[int, ...]]) -> None:
-        """sequences: none of them empty."""
+        """sequences: each has at least one token."""
         last_tokens: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for *prefix, last in sequences:
             last_tokens[tuple(prefix)].append(last)
         self.longest_prefix = max(map(len, last_tokens), default=0)
         self._always = np.array(last_tokens.pop((), []), np.int64)
-        # Lists, since thousands of small arrays take milliseconds to make, and few are ever asked for.
+        # Lists, because thousands of small arrays take milliseconds to make, and few are ever needed.
         self._last_tokens = dict(last_tokens)
         self._prefixes: Automaton[int] = Automaton(self._last_tokens)
         self._bans: dict[int, Bans] = {}
 
     def step(self, state: int, token_id: int) -> int:
-        """The state, ROOT before the first token, behind one more."""
+        """The state after one more token. The state before the first token is ROOT."""
         return self._prefixes.step(state, token_id)
 
     def completions(self, state: int) -> TokenIds:
-        """The tokens that would complete a sequence, [n]."""
+        """The tokens that would complete a forbidden sequence, [n]."""
         prefixes = self._prefixes.words(state)
         return np.concatenate([self._always, *(self._last_tokens[tuple(prefix)] for prefix in prefixes)])
 
     def completions_behind(self, state: int) -> Bans:
-        """`completions` behind one more token, for all that it may be."""
+        """`completions` after one more token, for every token that it may be."""
         always = np.stack([self._always, np.full_like(self._always, ANY_TOKEN)])
         return np.concatenate([always, *map(self._bans_of, self._prefixes.suffixes(state))], axis=1)
 
     def _bans_of(self, state: int) -> Bans:
-        """Of prefixes that one token behind the whole of a state completes."""
+        """The bans of the prefixes that consist of all tokens of a state and one more token."""
         if (bans := self._bans.get(state)) is None:
             prefixes = map(tuple, self._prefixes.words_one_longer(state)) if self._last_tokens else ()
             pairs = [(last, prefix[-1]) for prefix in prefixes for last in self._last_tokens[prefix]]
@@ -92,14 +93,16 @@ class BadWords:
 
 
 class TokenHistory:
-    """num_tokens: how many tokens of prompt and answer it has seen, the prompt's from the start.
+    """The tokens of one sequence, as penalties and bad words need them.
 
-    seen: of prompt and answer, for a repetition penalty. answered: of the answer alone, for the penalties of presence
-    and frequency. Both stay empty in a request that has no use for them.
+    num_tokens: the number of tokens seen so far: the whole prompt from the start, then the answer's.
+    seen: the tokens of prompt and answer, for a repetition penalty.
+    answered: the answer's tokens alone, for presence and frequency penalties. Both tallies stay empty if the request
+        has no such penalty.
     """
 
     def __init__(self, request: GenerationRequest, counts_tokens: bool = True) -> None:
-        """counts_tokens: False where `TokenCounts` does."""
+        """counts_tokens: False if `TokenCounts` counts them."""
         prompt, sampling = request.prompt_token_ids, request.sampling
         self.num_tokens = len(prompt)
         self._counts_all = counts_tokens and sampling.repetition_penalty != 1.0
@@ -108,11 +111,11 @@ class TokenHistory:
         self.answered = TokenTally()
         self._bad_words = BadWords(sampling.bad_token_sequences)
         self._bad_state = ROOT
-        # Tokens further back are no part of a prefix.
+        # Earlier tokens cannot be part of a prefix.
         self._follow_bad_words(prompt[max(0, len(prompt) - self._bad_words.longest_prefix) :])
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Further tokens of the answer."""
+        """Add further tokens of the answer."""
         self.num_tokens += len(token_ids)
         for token_id in token_ids:
             if self._counts_all:
@@ -122,18 +125,18 @@ class TokenHistory:
         self._follow_bad_words(token_ids)
 
     def forbidden(self) -> TokenIds:
-        """The tokens that would complete a bad word, whose begin may lie in the prompt, [n]."""
+        """The tokens that would complete a bad word, [n]. The beginning of the word may lie in the prompt."""
         return self._bad_words.completions(self._bad_state)
 
     def bans(self, is_token_pending: bool) -> Bans:
-        """`forbidden`, or the same behind one more token, which only the device knows yet."""
+        """The bans of the next token. is_token_pending: whether a token comes first that only the device knows."""
         if is_token_pending:
             return self._bad_words.completions_behind(self._bad_state)
         forbidden = self.forbidden()
         return np.stack([forbidden, np.full_like(forbidden, ANY_TOKEN)])
 
     def fork(self) -> TokenHistory:
-        """A history of its own that goes on from here."""
+        """A copy that goes on by itself from here."""
         fork = copy.copy(self)
         fork.seen, fork.answered = self.seen.copy(), self.answered.copy()
         return fork
@@ -144,5 +147,5 @@ class TokenHistory:
 
 
 def _longer(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Followed by as many zeros as there are values, and some."""
+    """The values, then at least as many zeros."""
     return np.concatenate([values, np.zeros(len(values) + 16, np.int64)])

@@ -1,4 +1,4 @@
-"""`Automaton`: which of many words a sequence of symbols ends with, at a price that does not depend on their number."""
+"""`Automaton`: finds which of many words a sequence of symbols ends with. The cost does not grow with the words."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _Symbol = TypeVar("_Symbol", str, int)
 
 
 class _State(NamedTuple):
-    """The words that begin with the last `depth` symbols: sorted, those from `first` to `last` - 1.
+    """The last `depth` symbols. Of the sorted words, the ones from `first` to `last` - 1 begin with these symbols.
 
-    fallback: the state of the next shorter end of these symbols that begins a word. word: the state of the longest
-    word that the symbols end with, itself or one behind it; ROOT for none.
+    fallback: the state of the next shorter end of these symbols that begins a word.
+    word: the state of the longest word that the symbols end with: this state, or a fallback of it; ROOT for none.
     """
 
     first: int
@@ -30,9 +30,9 @@ class _State(NamedTuple):
 class Automaton(Generic[_Symbol]):
     """The automaton of Aho and Corasick over strings or over tuples of token ids.
 
-    A state is an integer, ROOT at the start: any number of sequences share one automaton. To build it is to sort the
-    words, since a state is found when a sequence first comes to it. Then each symbol costs constant time on average,
-    however many, long or repetitive the words are, and there are never more states than the words have symbols.
+    A state is an integer, ROOT at the start, so any number of sequences can share one automaton. The constructor only
+    sorts the words; a state is made when a sequence first reaches it. From then on a symbol costs constant time on
+    average, whatever the words are. There are never more states than the words have symbols.
 
     >>> words = Automaton(["he", "she", "hers"])
     >>> state = ROOT
@@ -43,18 +43,18 @@ class Automaton(Generic[_Symbol]):
     """
 
     def __init__(self, words: Iterable[Sequence[_Symbol]]) -> None:
-        """words: none of them empty, except where ROOT is never asked for its words."""
+        """words: may include an empty word only if nobody asks for the words of ROOT."""
         self._words: list[Any] = sorted(set(words))
         self._states = [_State(0, len(self._words), 0, ROOT, ROOT)]
         self._children: dict[tuple[int, _Symbol], int] = {}
         self._first_symbols = frozenset(word[0] for word in self._words if word)
 
     def __len__(self) -> int:
-        """How many different words there are."""
+        """The number of different words."""
         return len(self._words)
 
     def step(self, state: int, symbol: _Symbol) -> int:
-        """The state behind one more symbol."""
+        """The state after one more symbol."""
         if state == ROOT and symbol not in self._first_symbols:
             return ROOT  # as most symbols of most texts
         unseen: list[tuple[int, range]] = []
@@ -65,13 +65,13 @@ class Automaton(Generic[_Symbol]):
                 target = ROOT
                 break
             state = self._states[state].fallback
-        # From the shortest on: the state found last is the fallback of the next longer one.
+        # The shortest first: each new state is the fallback of the next longer one.
         for parent, words in reversed(unseen):
             target = self._add(parent, symbol, words, fallback=target)
         return target
 
     def num_matched(self, state: int) -> int:
-        """How many symbols at the end of the sequence begin a word, at most."""
+        """The length of the longest end of the sequence that begins a word."""
         return self._states[state].depth
 
     def longest_word(self, state: int) -> int:
@@ -92,12 +92,12 @@ class Automaton(Generic[_Symbol]):
         yield ROOT
 
     def words_one_longer(self, state: int) -> Iterator[Sequence[_Symbol]]:
-        """The words that are the symbols of a state, without those behind it, and one more."""
+        """The words that consist of all symbols of a state and one more symbol."""
         first, last, depth, _, _ = self._states[state]
         return (word for word in self._words[first:last] if len(word) == depth + 1)
 
     def _words_with(self, state: int, symbol: _Symbol) -> range:
-        """The words of a state that go on with the symbol, by their places."""
+        """The places of the state's words in which this symbol comes next."""
         first, last, depth, _, _ = self._states[state]
         first += first < last and len(self._words[first]) == depth
         first = bisect_left(self._words, symbol, first, last, key=itemgetter(depth))

@@ -1,9 +1,10 @@
-"""`fit_contents`: the contents of a chat in the form that its template takes, a text or a list of parts.
+"""`fit_contents`: puts the contents of a chat into the form that its template takes: a text, or a list of parts.
 
-Some templates write `message.content` as it is, others walk over its parts, and a template may do the one for system
-messages and the other for the rest. What it does not take it leaves out without a word, writes as Python or JSON would,
-or refuses. A template is a program: only its output tells. So the chat is rendered with a number in the place of each
-text first, which shows what reaches the prompt, at a price that does not depend on how long the texts are.
+Some templates write `message.content` as it is. Others loop over its parts. One template may do both, for different
+roles. A template that gets the wrong form drops the content silently, writes it as Python or JSON would, or refuses it.
+A template is a program, so only its output shows what it does. So `fit_contents` first renders the chat with a number
+in place of each text. The numbers in the output show which texts reach the prompt. The cost does not depend on the
+length of the texts.
 """
 
 from __future__ import annotations
@@ -19,26 +20,27 @@ from multilora_engine.errors import InvalidRequest
 
 Message = Mapping[str, Any]
 Forms = tuple[int, ...]
-"""Of each message, which of its forms."""
+"""The index of the chosen form, for each message."""
 
 _MAX_CHANGES = 2
-"""Of the form of one message."""
+"""How often the form of one message is changed."""
 
 _QUOTING = re.compile(r"""(?:\[|text\\*['"]\s*:)\s*\\*['"]$""")
 _QUOTING_ANY_MEMBER = re.compile(r"""(?:\[|['"]\s*:)\s*\\*['"]$""")
 _MAX_QUOTING = 40
-"""Characters before a mark that tell how it is quoted."""
+"""The characters before a mark that show how the mark is quoted."""
 
 _NUM_DIGITS = 8
-"""Marks have one more, which numbers more texts than a request has bytes."""
+"""A mark's number has one digit more: enough for more texts than a request has bytes."""
 
 
 @dataclass
 class _Unit:
-    """A piece of a message that has to reach the prompt by one of its marks.
+    """A piece of a message. At least one of its marks has to reach the prompt.
 
-    name: for errors. is_optional: whether a template may leave it out. of_tools: whether only a template for tools has
-    a place for it.
+    name: how errors call the piece.
+    is_optional: whether a template may leave the piece out.
+    of_tools: whether only a template for tools has a place for the piece.
     """
 
     name: str
@@ -49,8 +51,10 @@ class _Unit:
 
 @dataclass
 class _Lacks:
-    """What a prompt lacks. needed: why a request cannot go on without it, by the message. wanted: messages with a text
-    that a template may leave out.
+    """What a prompt lacks.
+
+    needed: the messages that must reach the prompt and do not, each with the error for the client.
+    wanted: the messages with a missing text that a template may leave out.
     """
 
     needed: dict[int, str] = field(default_factory=dict)
@@ -62,12 +66,15 @@ class _Lacks:
 
 
 def fit_contents(messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> list[Message]:
-    """The messages, with each content that the template does not take as it is in another form.
+    """The messages, each with its content in a form that the template takes.
 
-    render: fills the template in; raises InvalidRequest where it refuses. Raises InvalidRequest for a message that
-    reaches the prompt in no form, and for calls of tools that do not. A text beside calls may be left out, where the
-    template leaves it out in every form. Messages that are refused in every form are given as they are, or so that the
-    template says why.
+    A text beside tool calls may be missing from the prompt if the template drops it in every form. If the template
+    refuses all forms of the chat, the messages are returned in the form for which the template says why, or as they
+    came.
+
+    render: fills in the template. It raises InvalidRequest if the template refuses the chat.
+
+    Raises InvalidRequest if a message, or a tool call, reaches the prompt in no form.
     """
     forms = [_forms_of(message) for message in messages]
     fewest: dict[int, str] = {}
@@ -101,14 +108,14 @@ def fit_contents(messages: Sequence[Message], render: Callable[[Sequence[Message
 
 
 def _is_of_template(refusal: InvalidRequest) -> bool:
-    """Whether the template says by itself why it refuses a chat."""
-    from jinja2.exceptions import TemplateError  # only here, since it is not needed where no chat is refused
+    """Whether the error is the template's own explanation of why it refuses a chat."""
+    from jinja2.exceptions import TemplateError  # imported here because only refused chats need it
 
     return type(refusal.__cause__) is TemplateError
 
 
 def _forms_of(message: Message) -> list[Any]:
-    """A content as it is, and the other forms of the same text."""
+    """The content as it came, then the other forms of the same text."""
     content = message.get("content")
     if isinstance(content, str):
         return [content, [_text_part(content)]]
@@ -127,7 +134,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _candidates(messages: Sequence[Message], forms: Sequence[Sequence[Any]]) -> Iterator[Forms]:
-    """What to begin with, the likeliest first. Where a template refuses a form, it does not tell for which message."""
+    """The forms to try first, the likeliest first. A template that refuses a chat does not say for which message."""
     texts = tuple(_text(each) for each in forms)
     parts = tuple(_single_part(each) for each in forms)
     yield (0,) * len(messages)
@@ -152,7 +159,7 @@ def _formed(message: Message, forms: Sequence[Any], form: int) -> Message:
 
 
 def _lacks(messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> _Lacks:
-    """Raises InvalidRequest as `render`."""
+    """What the prompt of these messages lacks. Raises InvalidRequest if `render` does."""
     marking = _Marking()
     text = render([marking.message(i, message) for i, message in enumerate(messages)])
     found, quoted = marking.read(text)
@@ -167,7 +174,10 @@ def _lacks(messages: Sequence[Message], render: Callable[[Sequence[Message]], st
 
 
 class _Marking:
-    """Puts marks, numbers that nobody can guess, in the place of texts. units: with the number of the message."""
+    """Replaces texts by marks: numbers that nobody can guess.
+
+    units: each with the index of its message.
+    """
 
     def __init__(self) -> None:
         self.units: list[tuple[int, _Unit]] = []
@@ -189,7 +199,7 @@ class _Marking:
         return marked
 
     def read(self, text: str) -> tuple[set[str], set[str]]:
-        """The marks that a prompt has, and those of parts that are written with their list, as Python or JSON does."""
+        """The marks in the prompt, and the marks of parts that the template wrote as Python or JSON writes a list."""
         found: set[str] = set()
         quoted: set[str] = set()
         for before, behind in itertools.pairwise(text.split(self._secret)):
@@ -221,7 +231,7 @@ class _Marking:
         return {**part, "text": self._mark(unit)} if _is_text_part(part) else self._texts(unit, part)
 
     def _call(self, i: int, name: str, call: Any) -> Any:
-        """With a mark for the function's name: templates read the arguments in many ways."""
+        """The call with a mark as the function's name. Arguments get no mark: templates read them in many ways."""
         if not isinstance(call, dict):
             return call
         if isinstance(function := call.get("function"), dict):
@@ -230,7 +240,7 @@ class _Marking:
         return {**call, "name": self._mark(unit)}
 
     def _texts(self, unit: _Unit, value: Any) -> Any:
-        """A value with a mark for each text in it but for the types of parts."""
+        """The value with each text in it replaced by a mark, except the types of parts."""
         if isinstance(value, str):
             return self._mark(unit)
         if isinstance(value, list):

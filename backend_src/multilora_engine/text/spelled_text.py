@@ -1,4 +1,4 @@
-"""`SpelledText`: a sequence's text with its special tokens spelled, as stop words spell them."""
+"""`SpelledText`: a sequence's text in which special tokens are written out, as stop words write them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from multilora_engine.text.automaton import Automaton
 
 
 class _Special(NamedTuple):
-    """A special token in the spelled text, from character `start` to `end` - 1. place: characters of the text that is
-    seen, which has no special tokens, before it."""
+    """A special token in the spelled text, from character `start` to `end` - 1.
+
+    place: the number of characters before it in the visible text, which has no special tokens.
+    """
 
     start: int
     end: int
@@ -20,15 +22,17 @@ class _Special(NamedTuple):
 
 
 class SpelledText:
-    """Looks for the stop words that have a special token in them, from the first special token on.
+    """Looks for stop words that contain a special token. It starts at the sequence's first special token.
 
-    A word has a special token as a whole or not at all: `im_end` is not in `<|im_end|>`. Places are told as characters
-    of the text that is seen.
+    A word contains a special token as a whole or not at all: `im_end` is not in `<|im_end|>`. A place is a number of
+    characters of the visible text.
     """
 
     def __init__(self, words: Automaton[str], state: int, num_chars: int, utf8_state: tuple[bytes, int]) -> None:
-        """state: of the words after the text before the first special token, which has `num_chars` characters and the
-        bytes of `utf8_state`.
+        """state: the automaton's state after the text before the first special token.
+
+        num_chars: the characters of that text. utf8_state: the decoder's state after it, with the bytes of an
+        incomplete character.
         """
         self._words = words
         self._state = state
@@ -47,12 +51,14 @@ class SpelledText:
         return fork
 
     def push(self, data: bytes) -> range | None:
-        """Add the bytes of an ordinary token; the place of the word that they complete."""
+        """Add the bytes of an ordinary token. Returns the place of the word that they complete."""
         return self._push_text(self._utf8.decode(data))
 
     def push_special(self, name: str, place: int) -> range | None:
-        """Add a special token behind `place` whole characters of the text that is seen; the place of the word that it
-        completes."""
+        """Add a special token after `place` whole characters of the visible text.
+
+        Returns the place of the word that the token completes.
+        """
         cut = self._utf8.decode(b"", final=True)  # of a character that the token cuts in two
         if (stop := self._push_text(cut)) is not None:
             return stop
@@ -65,14 +71,15 @@ class SpelledText:
         return self._stop()
 
     def finish(self) -> range | None:
-        """The place of the word that is complete where no token follows."""
+        """The place of the word that is complete when no token follows."""
         return self._push_text(self._utf8.decode(b"", final=True))
 
     @property
     def start_of_match(self) -> int | None:
-        """The place from which on the text may become a word with a special token that has come; None for nowhere.
+        """The place of the first character that may belong to an incomplete word with a special token; None for none.
 
-        A word that begins inside a special token counts, too: whether another one begins behind it takes time to tell.
+        A match that begins inside a special token counts, although it is no word: to find out whether another match
+        begins after it takes time.
         """
         start = self._num_chars - self._words.num_matched(self._state)
         return None if start >= self._specials[-1].end else self._place(start)
@@ -99,7 +106,7 @@ class SpelledText:
         return char < self._special_before(char)[0].end
 
     def _place(self, char: int) -> int:
-        """The place of a character of the spelled text; that of a special token for all of its characters."""
+        """The place of a character of the spelled text. All characters of a special token have the token's place."""
         special, following = self._special_before(char)
         place = special.place + max(0, char - special.end)
         return place if following is None else min(place, following.place)
@@ -110,7 +117,7 @@ class SpelledText:
         return self._specials[i - 1], self._specials[i] if i < len(self._specials) else None
 
     def _drop_passed(self) -> None:
-        """Forget the special tokens that no word can have in it any more, but the last one of them."""
+        """Forget the special tokens that no word can contain any more, except the last one of them."""
         start = self._num_chars - self._words.num_matched(self._state)
         num_passed = bisect_left(self._specials, start, key=lambda special: special.start) - 1
         del self._specials[: max(0, num_passed)]

@@ -15,7 +15,7 @@ from multilora_engine.text.tokenizer import Tokenizer
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """The text that one more token decided. `stopped`: a stop word was completed, and nothing may follow."""
+    """The text that one more token decided. stopped: a stop word is complete, and nothing may follow."""
 
     token_ids: list[int]
     text: str
@@ -26,22 +26,23 @@ _NOTHING = TextDelta([], "")
 
 
 class TextStream:
-    """The text of one sequence, token by token, without ever taking back a character.
+    """The text of one sequence, token by token. The stream never takes back a character.
 
-    Held back until decided: the bytes of an incomplete UTF-8 character, and the longest end of the text that could
-    still become a stop word, or is that of tokens that could still become a stop token sequence. Tokens are released
-    when all their text is, and only up to one that ends at a character boundary, so decoding each delta's tokens on
-    their own gives the same text as decoding all of them together.
+    The stream holds back what is not decided: the bytes of an incomplete UTF-8 character, the longest end of the text
+    that could still become a stop word, and the text of tokens that could still become a stop token sequence. A token
+    is released when all its text is released and a character ends there. So decoding each delta's tokens alone gives
+    the same text as decoding all tokens together.
 
-    The stop word that ends first wins; where several end at the same character, the longest. A stop token sequence that
-    the same token completes wins if it begins earlier. Text up to its start is emitted, and with it all tokens up to
-    and including the one that completed it. With `include_stop_str_in_output` text up to its end is emitted, and since
-    that holds for every stop, none has text held back.
+    The stop word that ends first wins. If several end at the same character, the longest wins. A stop token sequence
+    that the same token completes wins if it begins earlier. The stream emits the text up to the start of the stop, and
+    all tokens up to the one that completed it. With `include_stop_str_in_output` it emits the text up to the end of the
+    stop. No text needs to be held back for stops then.
 
-    A stop word may spell special tokens, which have no text: the words are looked for in the text with all special
-    tokens spelled, too (`SpelledText`). Of such a word the stream has the ordinary text at most.
+    A stop word may spell special tokens, which have no text. So the stream also looks for the words in the text with
+    all special tokens written out (`SpelledText`). The stream emits only the ordinary text of such a word.
 
-    Over the whole stream the texts add up to `Tokenizer.decode` of all tokens, cut at that stop word.
+    The texts of the whole stream add up to `Tokenizer.decode` of all tokens, cut at the stop.
+
     Raises InvalidRequest for an empty stop word or stop token sequence.
     """
 
@@ -73,7 +74,7 @@ class TextStream:
         self._is_stopped = False
 
     def fork(self) -> TextStream:
-        """A stream of its own that goes on from here, at a price that does not depend on how many stops there are."""
+        """A copy that goes on by itself from here. The cost does not depend on the number of stops."""
         fork = copy.copy(self)
         fork._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         fork._utf8.setstate(self._utf8.getstate())
@@ -84,14 +85,14 @@ class TextStream:
         return fork
 
     def push(self, token_id: int) -> TextDelta:
-        """Add the next token; the text that it decides. Not after a delta with `stopped`."""
+        """Add the next token. Returns the text that the token decides. Not allowed after a delta with `stopped`."""
         assert not self._is_stopped, "a token after the stop word"
         if not self._can_stop and not self._open_tokens:
             return self._push_alone(token_id)
         return self._follow(token_id, self._tokenizer.token_bytes(token_id))
 
     def end(self, token_id: int) -> TextDelta:
-        """Everything still held back, and the token that ends the answer: it has no text, but may complete a stop."""
+        """Add the token that ends the answer: it has no text, but may complete a stop. Returns all text held back."""
         assert not self._is_stopped, "a token after the stop word"
         delta = self._follow(token_id, b"")
         rest = _NOTHING if delta.stopped else self.finish()
@@ -110,7 +111,7 @@ class TextStream:
         return self._add(text, spelled_stop, sequence_stop)
 
     def _push_alone(self, token_id: int) -> TextDelta:
-        """`push` where nothing is held back and nothing can stop: the usual case, and it is asked for every token."""
+        """`push` if nothing is held back and nothing can stop. This is the usual case, and it runs for every token."""
         text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
         self._num_emitted += len(text)
         if self._utf8.getstate()[0]:
@@ -119,7 +120,7 @@ class TextStream:
         return TextDelta([token_id], text)
 
     def finish(self) -> TextDelta:
-        """Everything still held back, when no token follows; an incomplete character becomes U+FFFD."""
+        """All text held back, when no token follows. An incomplete character becomes U+FFFD."""
         assert not self._is_stopped, "finish after the stop word"
         spelled_stop = None if self._spelled is None else self._spelled.finish()
         delta = self._add(self._utf8.decode(b"", final=True), spelled_stop)
@@ -133,8 +134,8 @@ class TextStream:
         return self._num_emitted + len(self._held_text)
 
     def _add(self, text: str, spelled_stop: range | None, sequence_stop: range | None = None) -> TextDelta:
-        """Both stops: where in the whole text the stop is that was just completed, the first one's word being spelled
-        with special tokens.
+        """spelled_stop, sequence_stop: the places in the whole text of a stop word with special tokens, and of a stop
+        token sequence, that the last token completed.
         """
         stop = self._stop_in(text) if self._words else None
         self._held_text += text
@@ -151,7 +152,7 @@ class TextStream:
         return TextDelta(self._complete_tokens(), text)
 
     def _num_decided(self) -> int:
-        """How many characters of the whole text no stop can cut off any more."""
+        """The number of characters of the whole text that no stop can cut off any more."""
         if self._includes_stop:
             return self._num_chars
         num_decided = self._num_chars - self._words.num_matched(self._word_state)
@@ -192,7 +193,7 @@ class TextStream:
             self._open_tokens = []
 
     def _emit(self, end: int) -> str:
-        """The held text up to a place in the whole one."""
+        """Release the held text up to a place in the whole text."""
         num_chars = max(0, end - self._num_emitted)
         text, self._held_text = self._held_text[:num_chars], self._held_text[num_chars:]
         self._num_emitted += len(text)

@@ -29,7 +29,7 @@ def token_table(backend: TokenizerBackend) -> list[bytes]:
 
 
 def _is_byte_level(backend: TokenizerBackend) -> bool:
-    """Whether the decoder is byte-level; False is sentencepiece style. Any other raises ConfigError."""
+    """True for a byte-level decoder, False for one in sentencepiece style. Raises ConfigError for any other."""
     steps = _decoder_steps(backend)
     kinds = {step["type"] for step in steps}
     if kinds == {"ByteLevel"}:
@@ -60,7 +60,7 @@ def _sentencepiece_bytes(token: str) -> bytes:
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """Each character stands for one byte. A token with any other character is an added one and stands for itself."""
+    """Each character stands for one byte. A token with any other character is an added token and stands for itself."""
     try:
         return token.translate(_BYTE_OF_CHARACTER).encode("latin-1")
     except UnicodeEncodeError:
@@ -70,7 +70,7 @@ def _byte_level_bytes(token: str) -> bytes:
 def _byte_of_character() -> dict[int, int]:
     """GPT-2's printable alphabet: visible Latin-1 bytes stand for themselves, the 68 others for U+0100 and up.
 
-    A byte value that is not its own character maps beyond Latin-1, so that encoding refuses it.
+    The 68 Latin-1 characters outside the alphabet map beyond Latin-1, so that encoding to Latin-1 refuses them.
     """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]

@@ -1,9 +1,9 @@
 """Tokens to text and back. The text of a token sequence is decided here, and nowhere else.
 
-The text of tokens is the concatenation of their bytes (`Tokenizer.token_bytes`), decoded as UTF-8 with every invalid
-piece replaced by U+FFFD. So text does not depend on how a stream was cut. For byte-level tokenizers this is
-transformers' text; sentencepiece ones differ in one way: transformers drops the first space of each text it decodes,
-we keep it, because a continuation starts with a space whenever the model meant one.
+The text of tokens is their bytes (`Tokenizer.token_bytes`), joined and decoded as UTF-8. Every invalid piece becomes
+U+FFFD. So the text does not depend on how a stream was cut. For byte-level tokenizers this is transformers' text.
+Sentencepiece tokenizers differ in one way: transformers drops the first space of each text that it decodes. We keep the
+space, because a continuation starts with a space whenever the model meant one.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Tokenizer:
         return self._files.pad_id
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a prompt; `add_special_tokens` adds those of the tokenizer's post-processor, such as BOS."""
+        """Token ids of a prompt. add_special_tokens: whether the tokenizer adds its special tokens, such as BOS."""
         try:
             return self._files.encode(text, add_special_tokens)
         except (TypeError, UnicodeError) as error:
             raise InvalidRequest(f"the prompt is not valid Unicode text: {error}") from error
 
     def encode_words(self, words: list[str]) -> list[list[int]]:
-        """Token ids of each of many words as they stand, in a quarter of the time that `encode` takes for them."""
+        """Token ids of each word, without special tokens. This takes a quarter of the time of one `encode` a word."""
         encodings = self._backend.encode_batch_fast(words, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -78,12 +78,15 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a chat, ready for the assistant's answer.
 
+        A content may be a text or a list of parts; it is converted to the form that the template takes.
+
         options: `add_generation_prompt`, `continue_final_message` and other variables of the template.
-        keeps_special_tokens: whether text that spells a special token in messages, tools and options becomes one.
-        max_bytes: the longest text that the template may make of it.
-        add_special_tokens: whether those of the tokenizer's post-processor are added, as to a prompt.
-        Contents are a text or a list of parts, whichever the template takes. Raises InvalidRequest when the template
-        refuses the chat, makes too long a text of it, or would leave out a content, calls or the tools without a word.
+        keeps_special_tokens: whether text in messages, tools and options that spells a special token becomes one.
+        max_bytes: the size limit of the rendered chat.
+        add_special_tokens: whether the tokenizer adds its special tokens, such as BOS, as to a prompt.
+
+        Raises InvalidRequest if the template refuses the chat, if the rendered chat is too long, or if the template
+        would silently leave out a content, tool calls or the tools.
         """
         if not self._files.has_chats:
             raise InvalidRequest("this model has no chat template; send text_input instead of messages")
@@ -132,7 +135,7 @@ class Tokenizer:
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
 
     def spell(self, token_id: int) -> bytes:
-        """`token_bytes`, but special tokens by their names."""
+        """The bytes of an ordinary token, or the name of a special token."""
         return self.token_name(token_id).encode() if token_id in self.special_ids else self.token_bytes(token_id)
 
     def token_name(self, token_id: int) -> str:
