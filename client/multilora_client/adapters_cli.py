@@ -181,7 +181,7 @@ def size(
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Tell how much memory so many adapters take, and the parameters that give it to them.
+    """Compute how much memory adapters take, and the parameters that give them this memory.
 
     \b
     Examples:
@@ -228,7 +228,7 @@ def _which(adapter: str) -> int | str:
 
 
 def _check_names(which: Sequence[str], path: str) -> None:
-    """Raises InvalidRequest for a path in the place of a name, and for one `path` of several adapters."""
+    """Raises InvalidRequest for a path instead of a name, and for one `path` with several adapters."""
     if path and len(which) > 1:
         raise InvalidRequest("--path is where one adapter is; load several in several commands")
     for adapter in which:

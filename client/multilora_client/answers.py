@@ -19,7 +19,7 @@ def parse_generation(response: Response, request_id: str) -> Generation:
 
 
 class ChunkReader:
-    """Makes chunks of the responses of one stream, each of which has a piece of one answer.
+    """Makes chunks of the responses of one stream. A response has a piece of one answer.
 
     `read` counts the answers that have not ended: only gRPC marks the last response of a stream.
     """

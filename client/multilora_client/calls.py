@@ -132,7 +132,7 @@ class Call:
         self._chunks.check_ended()
 
     def _settle(self, response: Response) -> None:
-        """Check that the adapter which answered is the one that was asked for, and remember that the server has it."""
+        """Check that the requested adapter answered, and remember that the server has it."""
         answered_by = response.first("lora_task_id_out")
         if self._lora_task_id is not None and answered_by not in (None, self._lora_task_id):
             raise self._conflict(f"LoRA task {self._lora_task_id} was asked for and {answered_by} answered")

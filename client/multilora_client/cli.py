@@ -342,7 +342,8 @@ def _read_prompt(prompt: str, *, as_message: bool) -> tuple[str | None, list[Mes
 def _choose_adapter(
     directory: Path | None, lora_task_id: int | None, lora_name: str | None
 ) -> tuple[Adapter | int | None, str | None]:
-    """The adapter by its weights or its id, None for the base model and for one that goes by its name; and the name."""
+    """The adapter as weights or as an id, and its name. The adapter is None for the base model, and if only the name
+    is known."""
     if directory is not None:
         if not directory.exists() and is_plain_name(str(directory)):
             option = "--lora-task-id" if str(directory).isdecimal() else "--name"
@@ -368,7 +369,7 @@ def _note_other_model(directory: Path, adapter: Adapter, client: Client) -> None
 
 
 def _load_named(directory: Path, lora_task_id: int | None, lora_name: str | None) -> tuple[Adapter, str | None]:
-    """The adapter of a directory, and the name to send it under; None for one that goes by its task id alone."""
+    """The adapter of a directory, and the name to send it under; None if it has only a task id."""
     _check_one_of(lora_task_id, lora_name)
     if (lora_task_id, lora_name) == (None, None):
         folder = directory.resolve().name

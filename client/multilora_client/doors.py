@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Door:
-    """The models that answer, and their names for inputs that the models behind every door share.
+    """The models that answer, and their names for the inputs that all doors share.
 
     `stop_model` and `upload_model` are asked directly in any case: an ensemble passes neither on.
     """

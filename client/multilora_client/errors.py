@@ -166,7 +166,7 @@ _BY_TEXT: dict[str, type[MultiloraClientError]] = {_NOT_CACHED: AdapterNotFound,
 def parse_error(message: str, *, status: str = "UNKNOWN", request_id: str | None = None) -> MultiloraClientError:
     """The error that a server's message means.
 
-    status: the code by the transport, request_id: the request that was sent; used where the text has none.
+    status: the transport's code. request_id: the request that was sent. Both are used if the text has none.
     """
     match = _WIRE_MESSAGE.fullmatch(message)
     assert match is not None, "every part of the pattern is optional"

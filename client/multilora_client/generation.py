@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """The tokens of a prompt, special ones included, and how likely each was behind those before it.
+    """The tokens of a prompt, including special tokens, and how likely each was after the tokens before it.
 
-    tokens: the bytes of each token, special ones spelled by their names, and then those of its likeliest ones.
-    log_probs: the log-prob of each token; the first one has nothing before it and 0.0.
-    top_log_probs: in the place of each token the likeliest ones, best first, as (token id, log-prob); none in the place
-        of the first.
+    tokens: for each token its bytes, then the bytes of the likeliest tokens in its place. A special token is spelled by
+        its name.
+    log_probs: the log-prob of each token; 0.0 for the first one, which has nothing before it.
+    top_log_probs: for each token the likeliest tokens in its place, best first, as (token id, log-prob); none for the
+        first token.
     """
 
     token_ids: list[int]
@@ -28,11 +29,12 @@ class PromptTokens:
 class Alternative:
     """One of the answers that a request asked for at once.
 
-    log_probs: the log-prob of each token, when asked for. top_log_probs: the likeliest tokens in the place of each
-        token, best first, as (token id, log-prob). tokens: the UTF-8 bytes of each token, maybe part of a character,
-        and then those of its likeliest ones. cum_log_prob: the sum over the tokens, None when not asked for.
-    generation_logits: float32 [tokens, vocab] or None, the logits that each token was chosen by. num_output_tokens:
-        also from models that return text only.
+    log_probs: the log-prob of each token, when asked for.
+    top_log_probs: for each token the likeliest tokens in its place, best first, as (token id, log-prob).
+    tokens: for each token its UTF-8 bytes, maybe part of a character, then the bytes of the likeliest tokens.
+    cum_log_prob: the sum over the tokens; None when not asked for.
+    generation_logits: the logits from which each token was chosen, float32 [tokens, vocab]; None when not asked for.
+    num_output_tokens: also known from models that return only text.
     """
 
     text: str
@@ -48,17 +50,18 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Answer:
-    """The fields that a whole answer and a piece of one have in common.
+    """The fields of a whole answer and of a piece of an answer.
 
-    text: the completion without the prompt. token_ids: its tokens, empty from models that return text only.
+    text: the completion without the prompt. token_ids: its tokens; empty from models that return only text.
     finish_reason: `stop` (end token or stop word), `length` (max_tokens or the context used up) or `cancelled`; None
         before the end, and from models that do not say.
-    num_input_tokens, num_output_tokens: totals so far, None from models that do not say. num_cached_tokens: how many of
-        the prompt's tokens the server did not compute, since its prefix cache had them.
+    num_input_tokens, num_output_tokens: totals so far; None from models that do not say.
+    num_cached_tokens: how many of the prompt's tokens the server did not compute, because its prefix cache had them.
     lora_task_id, lora_digest: the adapter that answered, as the server reports it; None and "" for the base model.
-    log_probs .. generation_logits: as in Alternative. context_logits: float32 [tokens, vocab], behind each token of the
-        prompt. prompt: its tokens and their log-probs. Both are None when not asked for, and in all chunks of a
-        sequence but the first.
+    log_probs, top_log_probs, tokens, cum_log_prob, generation_logits: as in Alternative.
+    context_logits: the logits after each token of the prompt, float32 [tokens, vocab].
+    prompt: the prompt's tokens and their log-probs. context_logits and prompt are None when not asked for; in a stream
+        only the first chunk of a sequence has them.
     """
 
     text: str
@@ -81,7 +84,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Generation(Answer):
-    """A whole answer. alternatives: all answers, the first of which this one is; the beams of a search best first."""
+    """A whole answer. alternatives: all answers, beginning with this one; the beams of a search come best first."""
 
     alternatives: list[Alternative] = field(default_factory=list, kw_only=True)
 

@@ -1,4 +1,4 @@
-"""API keys: a file gives each its permissions. The server's models and the OpenAI front read the same file, here.
+"""API keys: a file gives each key its permissions. The server's models and the OpenAI front both read it by this code.
 
 {"keys": [
   {"key": "a secret of 16 characters or more", "tenant": "acme", "upload": true,
@@ -28,7 +28,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MIN_KEY_CHARACTERS = 16
 _NUM_ID_DIGITS = 12
 _SETTLED_S = 2.0
-"""The time of a file's last change may be the same for two changes that are less than these seconds apart."""
+"""Two changes of a file within this many seconds may leave it with the same time of change."""
 
 _logger = logging.getLogger(__name__)
 
@@ -41,15 +41,15 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One key of the file. Either `key` or `key_sha256` is set.
 
     tenant: the owner of the key; empty for the people who run the server.
-    adapters: the server's own adapters (of its sources, its prefetch directory, and the uploads of keys without a
-        tenant) that the key may use: task ids, names, beginnings of names with a `*` behind them. An adapter that
-        matches is always the server's, any other one of the tenant's own.
-    own_adapters: the tenant's own adapters that the key may use, likewise.
-    base_model: whether the key may use it without an adapter. upload: whether the key may send adapters.
-    operate: whether the key may load, pin, unpin and unload adapters of its tenant; without a tenant, those of all.
-    requests_per_minute, tokens_per_minute: the limits of this key; None is no limit.
-    priority: the smallest of its requests; smaller is served first. None: the server's general limit.
-    weight: its share of the server when others wait, too, compared to theirs.
+    adapters: the server's own adapters that the key may use: task ids, names, or beginnings of names followed by `*`.
+        The server's own adapters come from its sources, its prefetch directory, and uploads of keys without a tenant.
+        A name that matches always means the server's adapter; any other name means the tenant's.
+    own_adapters: the tenant's own adapters that the key may use, in the same form.
+    base_model: whether the key may use the base model without an adapter. upload: whether the key may send adapters.
+    operate: whether the key may load, pin, unpin and unload adapters: its tenant's, or without a tenant all adapters.
+    requests_per_minute, tokens_per_minute: the limits of this key; None means no limit.
+    priority: the smallest priority that its requests may have; smaller is served first. None: the server's limit.
+    weight: the key's share of the server when others wait, too, relative to their weights.
     """
 
     key: str = ""
@@ -96,16 +96,16 @@ _UNLIMITED: Mapping[str, Any] = {
 
 
 class _KeyFile(msgspec.Struct, frozen=True):
-    """Other fields are not looked at: an error would quote their names, which are keys in a file of another form."""
+    """Unknown fields are ignored: an error would quote their names, and in a file of another form names are keys."""
 
     keys: tuple[KeyEntry, ...]
 
 
 class AdapterPatterns:
-    """The adapters that a list of task ids, names, and beginnings of names means."""
+    """The adapters that match a list of task ids, names, and beginnings of names."""
 
     def __init__(self, patterns: tuple[str | int, ...], id_of_name: Callable[[str], int] | None = None) -> None:
-        """id_of_name: the task id that goes with a name; without it, an id alone matches no name."""
+        """id_of_name: gives the task id of a name. Without it, an id matches no name."""
         names = [pattern for pattern in patterns if isinstance(pattern, str)]
         self._prefixes = tuple(name.removesuffix("*") for name in names if name.endswith("*"))
         self._names = frozenset(name for name in names if not name.endswith("*"))
@@ -115,7 +115,7 @@ class AdapterPatterns:
         self._is_every = _EVERY in names
 
     def match(self, lora_task_id: int | None, name: str = "") -> bool:
-        """Whether an adapter is among them; an adapter without a name has an empty one."""
+        """Whether an adapter matches. name: empty for an adapter without a name."""
         return (
             self._is_every
             or lora_task_id in self._ids
@@ -124,9 +124,9 @@ class AdapterPatterns:
 
 
 class Caller:
-    """The sender of a request, and its permissions: a key of the file, whose `entry` tells all the rest.
+    """The sender of a request, known by its key.
 
-    id: tells keys apart where they must not be written, in logs and errors.
+    entry: the key's permissions. id: names the key in logs and errors, which must not contain the key itself.
     """
 
     def __init__(self, entry: KeyEntry, id_of_name: Callable[[str], int] | None = None) -> None:
@@ -146,7 +146,7 @@ class Caller:
         return self.entry.operate and not self.tenant
 
     def owner(self, lora_task_id: int | None, name: str = "") -> str:
-        """The owner of the adapter that the caller means: its tenant, or the server, which has an empty name."""
+        """The owner of the adapter that the caller means: its tenant, or "" for the server."""
         return "" if self.may_share(lora_task_id, name) else self.tenant
 
     def may_share(self, lora_task_id: int | None, name: str = "") -> bool:
@@ -154,20 +154,20 @@ class Caller:
         return self._shared.match(lora_task_id, name)
 
     def may_use(self, lora_task_id: int | None, name: str = "") -> bool:
-        """Whether the caller may use the adapter that it means. The adapter need not exist."""
+        """Whether the caller may use the adapter that it means. The adapter may be missing."""
         return self.may_share(lora_task_id, name) or (bool(self.tenant) and self._own.match(lora_task_id, name))
 
 
 class KeyRing:
-    """The keys of a file as it is now. Any thread may ask.
+    """The keys of a file. Changes of the file are noticed. Any thread may ask.
 
-    A new version of the file that cannot be used is logged, and the keys of the last one that could stay as they are.
+    If a new version of the file cannot be used, the log says so, and the keys stay those of the last usable version.
     """
 
     def __init__(
         self, path: Path, id_of_name: Callable[[str], int] | None = None, others: Sequence[KeyEntry] = ()
     ) -> None:
-        """others: keys that are valid besides those of the file.
+        """others: further valid keys, beside the file's.
 
         Raises InvalidRequest, which quotes no key, for a file that cannot be used.
         """
@@ -179,7 +179,7 @@ class KeyRing:
         self._callers = self._parse()
 
     def caller(self, key: str) -> Caller | None:
-        """The caller with this key; None if there is none. The duration tells nothing about the file's keys."""
+        """The caller with this key; None if no key matches. The time taken tells nothing about the file's keys."""
         self._read_again_if_changed()
         return self._callers.get(digest_of(key))
 
@@ -207,7 +207,7 @@ class KeyRing:
 
 
 def parse_keys(content: bytes, path: Path) -> tuple[KeyEntry, ...]:
-    """The keys that the content of the file `path` means. Raises InvalidRequest, which quotes no key."""
+    """The keys in `content`, which was read from the file `path`. Raises InvalidRequest, which quotes no key."""
     try:
         entries = msgspec.json.decode(content, type=_KeyFile).keys
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -233,12 +233,12 @@ def bearer_key(authorization: str) -> str:
 
 
 def digest_of(key: str) -> str:
-    """The SHA-256 by which a key is known, in hexadecimal digits."""
+    """The SHA-256 of a key, in hexadecimal digits. It identifies the key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _version_of(path: Path) -> tuple[float, ...]:
-    """The version of a file: another one if the file may have changed, each time if it was written a moment ago."""
+    """The version of a file. It differs if the file may have changed. Just after a change it differs at every call."""
     try:
         status = os.stat(path)
     except OSError:

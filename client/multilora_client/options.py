@@ -41,38 +41,38 @@ class GenerateOptions(ChatOptions, total=False):
     input_ids: token ids of the prompt.
     add_special_tokens: whether the tokenizer's special tokens, such as one that begins a text, are put around the
         prompt (the server's own setting when not given) or around what the chat template writes (False when not given).
-    truncate_prompt_tokens: keep only so many tokens of the prompt, its last ones; -1 for as many as leave room for
+    truncate_prompt_tokens: keep only this many tokens of the prompt, from its end; -1 keeps as many as leave room for
         `max_tokens`.
     max_tokens: most tokens to generate, 128 when not given; 0 only computes the prompt. min_tokens: least before an end
         token counts.
     temperature, top_k, top_p, min_p: sampling. The server is greedy unless one of them is given; `top_k` 0 means no
         limit.
-    repetition_penalty (1 is none), presence_penalty, frequency_penalty (0 is none): against saying things again.
-    logit_bias: numbers that are added to the logits of tokens, by their ids.
+    repetition_penalty (1 is none), presence_penalty, frequency_penalty (0 is none): against repetition.
+    logit_bias: for each token id, a number that is added to the token's logit.
     seed: makes sampling repeatable.
-    num_return_sequences: so many answers in a Generation's `alternatives`; the chunks of a stream say by their
-        `sequence_index` which of them they are part of.
-    beam_width: more than 1 is beam search, for the likeliest answers, whose log-probs are divided by length
-        ** length_penalty; not for streams. early_stopping, beam_search_diversity_rate: see the server's documentation;
+    num_return_sequences: the number of answers, in a Generation's `alternatives`. A chunk of a stream says by its
+        `sequence_index` to which answer it belongs.
+    beam_width: more than 1 is beam search for the likeliest answers; not for streams. length_penalty: answers rank by
+        log-prob / length ** length_penalty. early_stopping, beam_search_diversity_rate: see the server's documentation;
         not at the ensembles.
-    return_log_probs, num_top_log_probs: tell how likely the tokens were, and so many of the likeliest ones.
-    return_prompt_log_probs, num_prompt_top_log_probs: the same of the prompt's tokens, in an answer's `prompt`; the
-        second one implies the first.
+    return_log_probs, num_top_log_probs: return the log-probs of the tokens, and of this many of the likeliest tokens.
+    return_prompt_log_probs, num_prompt_top_log_probs: as above for the prompt's tokens, in an answer's `prompt`. The
+        second option implies the first.
     return_context_logits, return_generation_logits: the model's own logits.
-    stop_words: texts that end the answer. stop_token_ids: tokens that do. Neither's text is part of the answer, unless
-        include_stop_str_in_output is true. bad_words: exact token sequences that are never generated.
-    guide_type, guide: the form that the answer must parse as: `json` (without a guide), or `json_schema`, `regex` or
-        `ebnf_grammar` and the text of it.
+    stop_words: texts that end the answer. stop_token_ids: tokens that end the answer. Their text is not part of the
+        answer, unless include_stop_str_in_output is true. bad_words: exact token sequences that are never generated.
+    guide_type, guide: the form that the answer must have: `json` (without a guide), or `json_schema`, `regex` or
+        `ebnf_grammar` with its text as the guide.
     lora_name: the adapter by the name under which the server has it, instead of by its id.
     lora_start: the position in the prompt, in tokens, from which on the adapter computes; the base computes the tokens
         before that. Not given: an activated adapter finds its invocation tokens, any other one computes all tokens.
     end_id: the token that ends the answer instead of the model's own; -1 for none.
     priority: requests with a smaller number are served first; 0 when not given.
-    timeout_s: seconds after which the server ends the request; the client waits a second longer, then raises TimedOut.
-        Triton passes no timeout on to HTTP streams: there the client ends the request, and raises TimedOut at once.
-    request_id: a name to `stop` the request by; drawn when not given.
-    traceparent: of the W3C trace that the server's spans shall continue, if it makes any: 00-TRACE-SPAN-FLAGS.
-    on_behalf_of: the caller that a front asks for, as the header x-multilora-client has it.
+    timeout_s: seconds after which the server ends the request. The client waits one second longer, then raises
+        TimedOut. Triton does not pass timeouts to HTTP streams, so there the client ends the request after timeout_s.
+    request_id: a name by which `stop` ends the request; a random one when not given.
+    traceparent: the W3C trace that the server's spans continue, if it makes spans: 00-TRACE-SPAN-FLAGS.
+    on_behalf_of: the caller for whom a front asks, as the header x-multilora-client carries it.
     """
 
     input_ids: Sequence[int] | None

@@ -37,7 +37,7 @@ def read_sites(checkpoint: Path) -> ModelSites:
 
 
 def tier_bytes(layout: AdapterLayout, num_adapters: int, num_pages: int) -> tuple[int, int]:
-    """Bytes of a host tier and of a disk tier for adapters of so many pages each.
+    """The bytes of a host tier and of a disk tier for adapters with a given number of pages each.
 
     Never fewer than a server starts with: room for one adapter of the largest rank that it accepts.
     """
@@ -87,7 +87,7 @@ def _last_part(site_name: str) -> str:
 
 
 def _read_sites(config: Mapping[str, Any]) -> ModelSites:
-    """The sites of a decoder whose layers are alike; of a model of several kinds of input, those of its text part."""
+    """The sites of a decoder with equal layers. For a model of several kinds of input: the sites of its text part."""
     text = config.get("text_config") or config
     hidden, num_heads = text["hidden_size"], text["num_attention_heads"]
     head_size = text.get("head_dim") or hidden // num_heads

@@ -64,7 +64,7 @@ def _remedy(error: Exception) -> str:
 
 
 def print_table(table: Table) -> None:
-    """Print a table. Nothing in it is cut: one that is too wide for the terminal has no frame, and its lines wrap."""
+    """Print a table. Nothing is cut: if the table is too wide for the terminal, it has no frame and its lines wrap."""
     width = Console(width=_UNCUT_WIDTH).measure(table).maximum
     if sys.stdout.isatty() and width > Console().width:
         table.box = None
@@ -72,7 +72,7 @@ def print_table(table: Table) -> None:
 
 
 def progress_bars() -> Progress:
-    """Bars on standard error, where that is a terminal; they leave nothing behind."""
+    """Progress bars on standard error, if it is a terminal. They vanish at the end."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),

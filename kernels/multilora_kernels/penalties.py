@@ -1,4 +1,4 @@
-"""Penalties and bans for tokens that the host may not know yet. They change logits in place, on a GPU by one kernel each.
+"""Penalties and bans for tokens that the host may not know yet. They change logits in place, on a GPU by a kernel each.
 
 On a CPU the reference computes. The results have the bits of `multilora_engine.sampling.logits`.
 """

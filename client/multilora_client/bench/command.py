@@ -102,12 +102,12 @@ def bench(
     """Load a running server with streams, and tell the times and errors that its clients would have met.
 
     All adapters are sent first. They stay on the server under their task ids, until it evicts them or is told to
-    (`multilora adapters unload`); one that it evicts during the load is sent again, and that time counts.
+    (`multilora adapters unload`). An adapter that is evicted during the load is sent again, and that time counts.
 
     With `--rate`, requests arrive at random moments (Poisson) and never wait for answers; times count from the moment
     at which a request was due. Of several rates the knee is named: the highest one up to which every request is
     answered and 90 % of the first tokens come within 3 times their time at the lowest rate: begin with a light
-    load. `--check` also fails when another adapter answers than the one that was asked; numbers that depend on the
+    load. `--check` also fails when another adapter answers than the requested one; numbers that depend on the
     batch (bfloat16, or a near tie) may differ without a fault.
 
     \b

@@ -2,7 +2,7 @@
 
 An open loop sends each request when it is due, without waiting for earlier ones, and counts from the moment it was
 due: the delay of requests that a slow server keeps from being sent is part of the result (no coordinated omission). A
-closed loop has a fixed number of askers, each of which waits for its answer before it asks again.
+closed loop has a fixed number of askers. Each waits for its answer before it asks again.
 """
 
 from __future__ import annotations

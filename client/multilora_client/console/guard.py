@@ -23,7 +23,7 @@ API = "/api/"
 UPLOADS = "/api/uploads"
 
 MAX_JSON_BYTES = 1 << 20
-"""The longest request but for an upload."""
+"""The longest request that is no upload."""
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "

@@ -29,7 +29,7 @@ T = TypeVar("T")
 class Inquiry:
     """Questions to one model under one request id.
 
-    request_id: unique; each of several questions has its number behind it. traceparent: None for no trace.
+    request_id: unique. If there are several questions, each adds its number to it. traceparent: None for no trace.
     on_behalf_of: the caller, for the server; empty where it is not told.
     """
 

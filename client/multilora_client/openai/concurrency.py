@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class _End:
-    """A mark in the place of an item behind the last one."""
+    """A mark that follows the last item."""
 
 
 _END = _End()

@@ -56,14 +56,14 @@ class OpenaiFront:
         return f"{secret} {network_of(address) if access.caller is None else access.caller.id}"
 
     async def describe_model(self, access: Access) -> ModelInfo:
-        """The model of the server behind.
+        """The model of the front's server.
 
         Raises Failure (503) when it does not tell soon, Unauthenticated, RateExceeded.
         """
         return await _soon(self.client_of(access).describe_model())
 
     async def check_server(self) -> None:
-        """Raises Failure (503) when the server behind does not answer soon. To ask for a key is an answer."""
+        """Raises Failure (503) if the front's server does not answer soon. A demand for a key is an answer."""
         with suppress(Unauthenticated):
             await _soon(self.client.describe_model())
 
@@ -103,4 +103,4 @@ async def _soon(description: Awaitable[ModelInfo]) -> ModelInfo:
     except (Unauthenticated, RateExceeded):
         raise
     except (MultiloraClientError, TimeoutError):
-        raise Failure(503, "the server behind does not answer", "unavailable") from None
+        raise Failure(503, "the server does not answer", "unavailable") from None

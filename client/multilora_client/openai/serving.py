@@ -69,7 +69,7 @@ async def _describe(server: str, tls: Tls | None) -> None:
 def forwarding_options(trusted_proxies: Sequence[str]) -> dict[str, Any]:
     """The options of uvicorn by which it takes the client's address from `X-Forwarded-For` of these proxies alone.
 
-    trusted_proxies: addresses and networks. Raises InvalidRequest for one that is neither.
+    trusted_proxies: addresses and networks. Raises InvalidRequest for a text that is neither.
     """
     for text in trusted_proxies:
         try:

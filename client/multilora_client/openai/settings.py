@@ -20,7 +20,7 @@ class FrontSettings:
     tool_call_parser: how the model writes calls of functions. cors_origins: their web pages may ask, `*` for all.
     server_metrics_url: the address of the server's metrics, which then are in the front's own.
     console: the settings of the console that is served at `/`; None for no console.
-    client_header_secret: shared with the server, which then learns of each request whose it is.
+    client_header_secret: shared with the server, so that the server learns the caller of each request.
     """
 
     max_body_bytes: int = MAX_BODY_BYTES

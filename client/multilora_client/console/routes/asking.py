@@ -64,7 +64,7 @@ class Options(_Strict):
 
 
 class AskRequest(_Strict):
-    """wants_log_probs: whether the tokens are told with their log-probs and those of the likeliest ones."""
+    """wants_log_probs: whether the reply has the log-probs of each token and of the likeliest tokens."""
 
     targets: Annotated[list[AskedTarget], Field(min_length=1, max_length=MAX_TARGETS)]
     options: Options = Options()

@@ -1,4 +1,4 @@
-"""/api/live and /api/about: the figures that change all the time, and those that do not."""
+"""/api/live: the figures that change all the time. /api/about: the figures that do not change."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class _UploadLines(JsonLines):
 
 
 def parse_files(listed: Sequence[str], max_bytes: int) -> list[SentFile]:
-    """Raises Failure for a file that no adapter has, one that is listed twice, and too many bytes."""
+    """Raises Failure for a file that no adapter has, for a file that is listed twice, and for too many bytes."""
     files: list[SentFile] = []
     for text in listed:
         match = _FILE.fullmatch(text)

@@ -1,4 +1,4 @@
-"""The answer to a completion: a text behind each prompt, or the prompt and the text."""
+"""The answer to a completion: a text that continues each prompt, or the prompt and the text."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class TextOffsets:
 
 
 def chat_logprobs(answer: Alternative | Answer, spelling: Spelling) -> dict[str, Any]:
-    """Tokens that stand for no text, such as the one that ends an answer, are left out: the bytes are the content's."""
+    """Tokens without text, such as an end token, are left out, so that the bytes add up to the content."""
     content = [
         _entry(place.token, spelling) | {"top_logprobs": [_entry(token, spelling) for token in place.top]}
         for place in _places(answer)
@@ -76,7 +76,7 @@ def chat_logprobs(answer: Alternative | Answer, spelling: Spelling) -> dict[str,
 def completion_logprobs(
     answer: Alternative | Answer | PromptTokens, offsets: TextOffsets, num_top: int, spelling: Spelling
 ) -> dict[str, Any]:
-    """The log-probs of every token, in the places of the token ids. A prompt's first token has nothing before it."""
+    """The log-probs of every token, in the order of the token ids. A prompt's first token has nothing before it."""
     places = list(_places(answer))
     num_nulls = 1 if isinstance(answer, PromptTokens) else 0
     log_probs = [_finite(place.token.log_prob) for place in places]

@@ -119,5 +119,5 @@ class OutputItems:
 
     @property
     def _next(self) -> int:
-        """The place of the item behind the one that is open."""
+        """The place of the item after the open one."""
         return len(self.items) + (self._open is not None)

@@ -28,7 +28,7 @@ _OTHER_SERVICES: Mapping[str, str] = {
     "classify": "classification",
     "conversations": "stored conversations",
 }
-"""The services by the first part of a path, behind /v1 where it is there."""
+"""The services by the first part of a path, after /v1 if the path begins with it."""
 
 
 def not_served(request: Request) -> Failure:

@@ -21,7 +21,7 @@ _PATIENCE_S = 5.0
 @reads(router, "/ping")
 @router.post("/ping")
 async def tell_health(front: TheFront) -> Response:
-    """Whether the server behind answers; says nothing beside its status."""
+    """Whether the front's server answers. Only the status tells."""
     await front.check_server()
     return Response()
 

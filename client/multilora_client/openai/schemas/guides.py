@@ -30,7 +30,7 @@ JsonGuide = dict[str, Any] | Annotated[str, AfterValidator(_check_json)]
 
 
 class JsonSchema(Strict):
-    """strict: as OpenAI has it, objects have no properties but those that the schema names."""
+    """strict: as in OpenAI's API, objects have only the properties that the schema names."""
 
     name: str = "schema"
     description: str | None = None

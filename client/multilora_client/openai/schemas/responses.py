@@ -1,4 +1,4 @@
-"""POST /v1/responses, of which nothing is kept: a conversation comes with every request."""
+"""POST /v1/responses. The front keeps nothing: every request brings its whole conversation."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class NamedCall:
 
 
 class CallsOnly:
-    """An AnswerParser for an answer that has to be calls. What is no call is a piece of one that was cut: no text."""
+    """An AnswerParser for an answer that must be calls. Anything else is a call that was cut off, not text."""
 
     def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser

@@ -16,7 +16,7 @@ class ToolFormat:
     marks: texts that announce calls, wherever they are. end_marks: texts that end them.
     is_bare: whether an answer may begin with calls right away. Tokens like `[TOOL_CALLS]` are special ones in most
         vocabularies, which stand for no text, so that a call loses its mark on the way.
-    has_leading_names: whether a call may also be the name and the arguments' object behind it, as of Mistral since v11.
+    has_leading_names: whether a call may also be a name followed by the arguments' object, as in Mistral since v11.
     """
 
     marks: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "llama3_json": ToolFormat((_LLAMA,), is_bare=True),
     "mistral": ToolFormat((_MISTRAL,), is_bare=True, has_leading_names=True),
 }
-"""The formats of `--tool-call-parser`, but for `none`. `auto` knows them all."""
+"""The formats of `--tool-call-parser`, except `none`. `auto` knows all of them."""
 
 GUIDED_CALLS = ToolFormat(is_bare=True)
 """The format of an answer that has to be calls: see `tools.guide`."""

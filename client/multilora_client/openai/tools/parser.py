@@ -27,7 +27,7 @@ class ToolParser:
     """
 
     def __init__(self, tool_format: ToolFormat, names: Collection[str], max_calls: int | None = None) -> None:
-        """names: the functions' names. max_calls: all text behind so many calls is dropped; None for no limit."""
+        """names: the functions' names. max_calls: all text after this many calls is dropped; None for no limit."""
         self.num_calls = 0
         self._names = frozenset(names)
         self._max_calls = max_calls
@@ -121,7 +121,7 @@ class ToolParser:
         self._step = self._call
 
     def _open(self, header: re.Match[str]) -> list[Delta]:
-        """Begin a call, whose arguments are next; behind them, there is the end of its object, if it is in one."""
+        """Begin a call. Its arguments come next, and then the end of the object, if the call is in one."""
         self._held = self._held[header.end() :]
         self._span = JsonSpan()
         self._is_in_object = header.re is _HEADER
@@ -172,7 +172,7 @@ class ToolParser:
         return self._is_bare and (body[0] in "{[" or self._begins_with_name(body))
 
     def _begins_with_name(self, body: str) -> bool:
-        """Whether the text may be a function's name with arguments behind it, or the beginning of one."""
+        """Whether the text may be a function's name followed by arguments, or the beginning of that."""
         return bool(body) and any(
             f"{name}{opening}".startswith(body) or body.startswith(f"{name}{opening}")
             for name in self._leading_names
