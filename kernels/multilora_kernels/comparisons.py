@@ -38,12 +38,14 @@ from multilora_kernels.tables import LoRATables
 class OperatorShapes:
     """The shapes in which a model calls the operators.
 
-    linears: in_features and the widths of the slices of each fused linear. mlp_size: width of an activation.
-    max_rank: of adapters. contexts: keys of the sequences. num_rows: tokens of a batch. vocab_size: of the logits.
-    dtype: of activations. lora_dtype: of the arena. kv_dtype: of keys and values; None is dtype.
-    rotations: of the layers, each the elements of a head that turn, and whether pairs are interleaved; empty: all turn.
-    code_types: of quantised linears, with their group sizes. more_rows: tokens of further batches with adapters, for
-    which the tables of tile sizes have plans of their own.
+    linears: in_features and the widths of the slices of each fused linear. mlp_size: the width of an activation.
+    max_rank: the largest rank of an adapter. contexts: the numbers of keys of the sequences. num_rows: the tokens of a
+    batch. vocab_size: the width of the logits. dtype: the type of activations. lora_dtype: the type of the arena.
+    kv_dtype: the type of keys and values; None means dtype.
+    rotations: for each kind of layer, how many elements of a head turn, and whether pairs are interleaved. Empty: all
+    elements turn.
+    code_types: the codes of quantised linears, with their group sizes.
+    more_rows: the tokens of further batches with adapters, for which the tables of tile sizes have plans of their own.
     """
 
     hidden_size: int
@@ -67,7 +69,7 @@ class OperatorShapes:
 
 _CHUNK_SIZES = (CHUNK_SIZE, PREFILL_CHUNK_SIZE)
 _SEGMENTED_ROWS = (MAX_DECODE_TOKENS + 88, 2100)
-"""Of batches with prompts; kernels of other sizes than that of decodes serve them."""
+"""The tokens of batches with prompts. Their kernels have other tile sizes than the kernels of decodes."""
 
 _CODED_OUTPUTS, _FEW_ROWS, _MANY_ROWS = 1024, 3, 300
 
@@ -78,9 +80,9 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 class Comparison(NamedTuple):
-    """An operator, its shapes in words, and the comparison, of inputs that a generator on the device draws.
+    """An operator, its shapes in words, and the function that compares, on inputs that a generator on the device draws.
 
-    It makes its inputs itself, so that an operator that fails is named, and so is one that takes long.
+    The function makes its inputs itself. So a failure, or a long time, belongs to the operator that is named.
     """
 
     operator: str
@@ -89,7 +91,7 @@ class Comparison(NamedTuple):
 
 
 def comparisons(shapes: OperatorShapes) -> list[Comparison]:
-    """All of them; an operator that is made of others comes behind these."""
+    """All comparisons. An operator that is made of others comes after these."""
     return [
         *_of_adapters(shapes),
         *_of_attention(shapes),
@@ -186,7 +188,7 @@ def _logits(shapes: OperatorShapes, generator: torch.Generator) -> torch.Tensor:
 
 
 def _compare_penalties(shapes: OperatorShapes, generator: torch.Generator) -> Results:
-    """Logits and counts behind penalties of every kind are to be the very same. Every second row is penalised."""
+    """Logits and counts after penalties of every kind must be equal. Every second row is penalised."""
     logits = _logits(shapes, generator)
     num_rows, vocab = logits.shape
     columns = torch.arange(vocab, device=logits.device)
@@ -205,7 +207,7 @@ def _compare_penalties(shapes: OperatorShapes, generator: torch.Generator) -> Re
 
 
 def _compare_bans(shapes: OperatorShapes, generator: torch.Generator) -> Results:
-    """Of every row some tokens, of which the last one of the row lets every second be."""
+    """Bans of some tokens of every row. Two thirds of them ask for a certain last token, which half the rows have."""
     logits = _logits(shapes, generator)
     num_rows, vocab = logits.shape
     rows = torch.arange(num_rows, device=logits.device).repeat(3)
@@ -215,13 +217,13 @@ def _compare_bans(shapes: OperatorShapes, generator: torch.Generator) -> Results
     for forbid in (forbid_tokens, penalties_reference.forbid_tokens):
         x = logits.clone()
         forbid(x, bans, rows[:num_rows] % 2)
-        # A number in the place of -inf, which has no difference to another.
+        # A number in place of -inf, because -inf less -inf is NaN.
         results.append(torch.where(x == -torch.inf, -1e9, x))
     return results[0], results[1], 1e-9
 
 
 def _compare_tokens(shapes: OperatorShapes, generator: torch.Generator) -> Results:
-    """The tokens by rules of every kind, some of rounded logits, which are tied: they are to be the very same."""
+    """The tokens by rules of every kind must be equal. Some logits are rounded, so that there are ties."""
     logits = _logits(shapes, generator)
     logits[1::2] = logits[1::2].round()
     kinds = ((0, 1.0, 0.0), (1, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.02), (50, 0.7, 0.1))
@@ -231,7 +233,7 @@ def _compare_tokens(shapes: OperatorShapes, generator: torch.Generator) -> Resul
 
 
 def _compare_step_inputs(shapes: OperatorShapes, has_sequences: bool, generator: torch.Generator) -> Results:
-    """All memory of a graph that has some rows more than the step, and blocks. has_sequences: not tokens alone."""
+    """All memory of a graph that has some more rows and blocks than the step. has_sequences: False for tokens only."""
     num_rows, num_graph_rows = shapes.num_rows, shapes.num_rows + 5
     num_blocks = -(-max(shapes.contexts) // shapes.block_size)
 
@@ -268,7 +270,7 @@ def _compare_norm(
     x, update = random(rows, hidden), random(rows, hidden)
     weights = [random(hidden) for _ in range(1 + has_bias)]
     normed, total = operator(x, update, *weights, eps)
-    # The norm is that of the sum as it is stored.
+    # The norm is taken of the sum as it is stored.
     stored, zero = total.double(), torch.zeros_like(total, dtype=torch.float64)
     expected_normed, _ = expected(stored, zero, *(weight.double() for weight in weights), eps)
     expected_total = x.double() + update.double()
@@ -293,16 +295,16 @@ def _compare_codes(
     sizes: tuple[int, int],
     generator: torch.Generator,
 ) -> Results:
-    """Few rows and some, which are multiplied with the codes, and many, for which these become floats."""
+    """Few and some rows, which are multiplied with codes, and many rows, for which codes become floats."""
     device = generator.device
     dtype = torch.bfloat16 if shapes.dtype == torch.float32 else shapes.dtype
     group_size = min(group_size, sizes[1])
     weight = QuantizedWeight(*sizes, code_type, group_size, dtype, device, compute_dtype=dtype)
     random = partial(torch.randint, 1 << code_type.bits, device=device, generator=generator, dtype=torch.uint8)
-    # Without the codes of FP8 that are no numbers.
+    # Without the two codes of FP8 that are NaN.
     codes = random(size=sizes) & (0xBF if code_type is CodeType.FP8 else 0xFF)
     num_groups = weight.num_groups
-    # Results of about one, in which the rounding of a weight is small.
+    # The results are about 1, so that the rounding of a weight is small beside them.
     spread = 1 if code_type is CodeType.FP8 else 1 << (code_type.bits - 1)
     scales = torch.rand(sizes[0], num_groups, device=device, generator=generator) * sizes[1] ** -0.5 / spread
     zeros = None if code_type is CodeType.FP8 else random(size=(sizes[0], num_groups))
@@ -412,7 +414,7 @@ class _AttentionCase:
             cache[own.slots] = stored[own.slots]
         keys, values = self._exact(paged)
         fields = self._fields(paged.sequences, options)
-        # Queries have the type of activations behind the rotation, too.
+        # Queries have the type of activations after the rotation, too.
         expected = reference.paged_attention(q.to(shapes.dtype).double(), keys, values, *fields)
         none = torch.zeros_like(torch.cat(errors))
         return torch.cat((actual.flatten(), *errors)), torch.cat((expected.flatten(), none)), self._tolerance

@@ -1,8 +1,8 @@
-"""`MemoryAhead`: tensors of `HugePages` take memory as their slots are used, ahead of the first writes.
+"""`MemoryAhead`: takes the memory of a tensor's next slots before somebody writes to them.
 
-Slots that nobody has used yet take no memory. The first to write to a page waits for Linux to clear it: some 100 ms in
-a row where a step writes to every layer of a KV cache, 26 ms for an adapter of 9 MB on a virtual machine. So a thread
-takes the memory of the next slots while steps compute.
+Slots that nobody has used yet take no memory. The first write to a page waits for Linux to clear it: 100 ms if a step
+writes to every layer of a KV cache, 26 ms for an adapter of 9 MB on a virtual machine. So a thread takes the memory of
+the next slots while steps compute.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from multilora_kernels import huge_pages
 _logger = logging.getLogger(__name__)
 
 _NICENESS = 10
-"""The thread's niceness: steps go first, and take a page themselves that the thread has not come to."""
+"""The thread's niceness. Steps go first; if the thread is late, a step takes a page itself."""
 
 
 class MemoryAhead:
-    """tensors: [num_layers, num_slots, ...], of `HugePages`. Slots are used from the first one on.
+    """Tensors of `HugePages`, [num_layers, num_slots, ...]. Slots are used from the first one on.
 
-    The memory of a stride of slots is taken at a time: in each layer these fill about one huge page.
+    Memory is taken by strides. In each layer, the slots of a stride fill about one huge page.
     """
 
     def __init__(self, *tensors: torch.Tensor, num_strides_ahead: int = 2, or_all: bool = True) -> None:
-        """Takes the memory of the first stride.
+        """Takes the memory of the first stride. Raises OSError if memory is lacking.
 
-        num_strides_ahead: strides whose memory is there before it is used; slots may be used faster than the thread
-        takes one stride. or_all: where Linux cannot take memory ahead, take that of all slots now; else writes take it.
-        Raises OSError where memory is lacking.
+        num_strides_ahead: how many strides have memory before they are used. More than one, because slots may be used
+            faster than the thread takes a stride.
+        or_all: what to do if Linux cannot take memory ahead: take the memory of all slots now, or leave it to writes.
         """
         self._tensors = tensors
         self._num_strides_ahead = num_strides_ahead
@@ -49,12 +49,12 @@ class MemoryAhead:
                     tensor.zero_()
 
     def note_use(self, num_slots: int) -> None:
-        """The slots before `num_slots` are used from now on: a thread takes memory until some strides behind them."""
+        """Note that the first `num_slots` slots are used now. A thread takes the memory of some strides after them."""
         wanted = num_slots + self._num_strides_ahead * self._stride
         self._num_wanted = max(self._num_wanted, min(wanted, self._num_slots))
         if self._num_taken < self._num_wanted and not self._thread.is_alive():
-            # No daemon: the end of a process waits for these few strides. It would end a daemon in the middle of a
-            # function of torch, and so abort.
+            # No daemon thread: the end of a process would stop it within a function of torch, and so abort. As it is,
+            # the end of the process waits for a few strides.
             self._thread = threading.Thread(target=self._take_ahead, name="memory-ahead")
             self._thread.start()
 

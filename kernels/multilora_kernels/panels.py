@@ -1,4 +1,4 @@
-"""Weights as the CPU's kernels read them, in panels of columns: a column is some rows side by side, item by item."""
+"""Weights in the form of the CPU's kernels: panels of columns. A column is some rows side by side, item by item."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 def copy_rows_to_columns(columns: torch.Tensor, first: int, rows: torch.Tensor) -> None:
     """Store `rows` [n, items * parts] as the rows first .. first + n of `columns` [columns, items, lanes, parts]."""
     lanes, parts, end = columns.shape[2], columns.shape[3], first + len(rows)
-    # All whole columns at once, and the parts of others before and behind them.
+    # All whole columns at once, then the parts of the columns before and after them.
     edges = {first, min(-(-first // lanes) * lanes, end), max(end // lanes * lanes, first), end}
     for begin, stop in itertools.pairwise(sorted(edges)):
         some = columns[begin // lanes : -(-stop // lanes)]
@@ -31,13 +31,14 @@ def rows_of_columns(columns: torch.Tensor, first: int, count: int) -> torch.Tens
 class QuantizedPanels(NamedTuple):
     """The panels of a quantised weight, as the CPU's operators take them.
 
-    codes: [num_panels, items, columns, lanes]; int8 or float8_e4m3fn, an item an input, or int32, an item the codes of
-    4 bits of 8 neighbouring inputs, the first one lowest. For other products [num_panels, items, columns, lanes, n]
-    with the neighbouring inputs of an item: n is 2 for those of pairs and of one digit, 4 for int8 and those of several
-    digits, and 1 for int32 where activations are rounded to bfloat16. scales:
-    [num_panels, groups, columns, lanes]. zeros: the same in int8, or None where all are zero. Integer codes and zeros
-    are less by half of the codes' range. digits: 0 where activations are multiplied as floats or as bfloat16, else
-    those of the integers that they become (cpu/activation_digits.h).
+    codes: [num_panels, items, columns, lanes]. In int8 or float8_e4m3fn an item is an input; in int32 an item is the
+        4-bit codes of 8 neighbouring inputs, the first one lowest. Some products need [num_panels, items, columns,
+        lanes, n], where an item is n neighbouring inputs: n is 2 for products of pairs and of one digit, 4 for int8
+        with several digits, and 1 for int32 if activations are rounded to bfloat16.
+    scales: [num_panels, groups, columns, lanes].
+    zeros: int8, of the same shape; None if all are zero. Integer codes and zeros are less by half of the codes' range.
+    digits: 0 if activations are multiplied as floats or bfloat16, else the digits of the integers that they become
+        (cpu/activation_digits.h).
     """
 
     codes: torch.Tensor
@@ -49,4 +50,4 @@ class QuantizedPanels(NamedTuple):
 
 
 Panels = torch.Tensor | QuantizedPanels
-"""The weights that the operators over packed weights multiply with."""
+"""The weights of operators over packed weights."""

@@ -1,7 +1,7 @@
 """`paged_attention` and `rotary_attention` on a GPU, in OpenAI Triton.
 
-A decode step is one launch (`decode_attention`). A step with prompts is three: the rotation of all tokens, which writes
-the cache (`rotation`), the attention of the prompts (`prompt_attention`), and that of the sequences that decode.
+A decode step is one launch (`decode_attention`). A step with prompts is three launches: the rotation of all tokens,
+which writes the cache (`rotation`), the attention of prompts (`prompt_attention`), and the attention of decodes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def paged_attention(
     values: torch.Tensor,
     *fields: Any,
 ) -> torch.Tensor:
-    """See `multilora_kernels.attention.paged_attention`; fields: those of the operator."""
+    """See `multilora_kernels.attention.paged_attention`."""
     num_tokens, num_heads, head_dim = q.shape
     out = q.new_empty(num_tokens, num_heads * head_dim)
     prompt_attention.attend(q, keys, values, out, 0, *fields)
@@ -39,9 +39,9 @@ def rotary_attention(
     *fields: Any,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `multilora_kernels.attention.rotary_attention`; fields: those of the operator.
+    """See `multilora_kernels.attention.rotary_attention`.
 
-    A cache of int8 takes a head_dim that is a multiple of SCALE_BYTES, since a scale is written at once.
+    With a cache of int8, head_dim must be a multiple of SCALE_BYTES, because a scale is written at once.
     """
     assert qkv.stride(1) == keys.stride(2) == block_tables.stride(1) == 1
     assert keys.stride() == values.stride()

@@ -1,23 +1,23 @@
 """Tile sizes of the GPU kernels: one table, `block_sizes.json`, tuned by `scripts/gpu_report`.
 
-The table is keyed by architecture, operator and regime; "default" has an entry for each, an architecture for those that
-differ there. A regime depends only on the number of tokens, never on which adapters they use, so that a captured CUDA
-graph replays for any mix.
+The table is keyed by architecture, operator and regime. "default" has an entry for each operator and regime; an
+architecture has an entry only if it differs. A regime depends only on the number of tokens, never on their adapters, so
+that a captured CUDA graph replays for any mix.
 
-An entry may have plans, which a tuner found for this architecture: the first plan whose `max_rank` and `max_width` are
-not exceeded changes sizes of the entry, and the first of its `by_rows` whose `max_rows` are not exceeded changes some
-of them again. Where nothing is tuned there are none, and the entry serves all. Sums must not depend on how many rows
-share a step, so `by_rows` leaves the tiles that a sum is cut into as they are. A plan of the update may say that a
-shrink and an expand take less time than one launch, as that for all chips does: on an H200, for 1 to 256 rows of a
-layer of 8B, they took a quarter to two thirds of the time.
+An entry may have plans that a tuner found for the architecture. The first plan whose `max_rank` and `max_width` are not
+exceeded changes sizes of the entry. The first of its `by_rows` whose `max_rows` is not exceeded changes sizes again.
+Without plans, the entry serves all shapes. Sums must not depend on how many rows share a step, so `by_rows` does not
+change the tiles of a sum. A plan of the update may say that a shrink and an expand take less time than one launch. The
+plan for all chips says so: on an H200, for 1 to 256 rows of a layer of 8B, they took a quarter to two thirds of the
+time.
 
     "update": {"decode": {"BLOCK_K": 256, "BLOCK_N": 128, ..., "plans": [
         {"max_rank": 16, "max_width": 4096, "sizes": {"BLOCK_K": 512},
          "by_rows": [{"max_rows": 8, "sizes": {"BLOCK_N": 64}}]},
         {"max_rank": 64, "max_width": 14336, "sizes": {}, "num_launches": 2}]}}
 
-Programs of prompts expand 64 outputs: with 128 they spill on three of six architectures, or have so many registers that
-half as many warps run. Eight warps share them on sm_80, where four spill beside ranks up to 16.
+Programs of prompts expand 64 outputs. With 128 they spill on three of six architectures, or use so many registers that
+half as many warps run. On sm_80 eight warps share a program, because with four it spills for ranks up to 16.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ BlockSizes = dict[str, int]
 TABLE_PATH = Path(__file__).with_name("block_sizes.json")
 _OF_SUMS = {"BLOCK_K", "BLOCK_R"}
 _MORE_ROWS = 1 << 62
-"""Than any bound."""
+"""Larger than any bound."""
 
 MIN_BLOCK_R = 16
-"""Tensor cores take at least sixteen ranks; those an adapter does not have are masked and not loaded."""
+"""Tensor cores take at least sixteen ranks. Ranks that an adapter lacks are masked and not loaded."""
 
 
 def regime_of(chunk_size: int) -> Regime:
@@ -59,7 +59,7 @@ def block_sizes(
     capability: 90 for sm_90. width: inputs of the linear, for expand outputs of all its slices.
     """
     entry = _table(capability)[operator, regime_of(chunk_size)]
-    # Looked up by each launch: as many sizes are remembered as there are shapes, and not for each number of rows.
+    # Every launch looks sizes up. They are remembered for each shape, not for each number of rows.
     key = (max_rank, width, next((bound for bound in entry.row_bounds if num_rows <= bound), _MORE_ROWS))
     return entry.served.get(key) or entry.served.setdefault(key, _sizes(entry, *key))
 

@@ -1,9 +1,9 @@
 """Attention of decoding sequences, one query each over the paged cache, in one launch with the steps before it.
 
-A long context is cut into splits that own programs attend to (flash-decoding, pytorch.org/blog/flash-decoding). The
-program that ends last of a sequence's key-value head adds the splits, in their order. Where they are cut depends on a
-sequence's own context alone, so its bits do not depend on the rest of the batch. Each program turns the queries that it
-needs; the one that attends to the newest key turns that and stores it first, so that no program reads another's keys.
+A long context is cut into splits, each with a program of its own (flash-decoding, pytorch.org/blog/flash-decoding). The
+last program of a sequence's key-value head to end adds the splits, in their order. The cuts depend only on the
+sequence's own context, so its bits do not depend on the rest of the batch. Each program rotates the queries that it
+needs. The program of the newest key first rotates and stores this key, so that no program reads another's keys.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MAX_SPLITS = tl.constexpr(16)
 """Sixteen splits of eight key-value heads fill a GPU even when one sequence decodes alone."""
 
 MIN_SPLIT_SIZE = tl.constexpr(256)
-"""Keys of the smallest split; fewer do not pay for their share of the adding."""
+"""The keys of the smallest split. Fewer would not pay for their share of the adding."""
 
 _MAX_HEADS = 1 << 18
-"""Key-value heads of all sequences of a step."""
+"""The most key-value heads of all sequences of a step."""
 
 
 def decode(
@@ -92,9 +92,9 @@ def decode(
 
 @functools.cache
 def _arrivals(device: torch.device) -> torch.Tensor:
-    """How many programs of a sequence's key-value head have ended: zeros before and behind each launch.
+    """How many programs of a sequence's key-value head have ended: zeros before and after each launch.
 
-    Work memory of the kernel, as libraries have it: launches of one stream share it, captured graphs know its place.
+    This is work memory of the kernel. All launches of a stream share it, and captured graphs keep its address.
     """
     return torch.zeros(_MAX_HEADS, dtype=torch.int32, device=device)
 
@@ -192,7 +192,7 @@ def decode_kernel(
         store_row(keys_ptr + place, k, dims, HEAD_DIM)
         v = tl.load(new + tl.num_programs(1) * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
         store_row(values_ptr + place, v, dims, HEAD_DIM)
-        # They are read below, by other threads than those that wrote them.
+        # Other threads read them below.
         tl.debug_barrier()
     q_rows = (x_row + heads * HEAD_DIM)[:, None]
     is_head = (rows < GROUP)[:, None]
@@ -214,7 +214,7 @@ def decode_kernel(
     num_used = (context - first_key + split_size - 1) // split_size
     is_last = num_used == 1
     if num_used > 1:
-        # Behind the softmax of a split: the weighted sum of its values, its largest score, and the sum of its weights.
+        # The results of a split: the weighted sum of its values, its largest score, and the sum of its weights.
         part = (sequence * num_heads + heads) * tl.num_programs(2) + split
         tl.store(sums_ptr + part[:, None] * HEAD_DIM + dims[None, :], total, mask=tile_mask)
         tl.store(stats_ptr + part * 2, top, mask=rows < GROUP)

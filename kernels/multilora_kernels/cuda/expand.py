@@ -148,7 +148,7 @@ def expand_kernel(
 
 @triton.jit
 def _load_y(y_ptr, tokens, stride_ym, row_mask, outputs, slice_size):
-    """A tile of y as float32, behind its places and their mask."""
+    """The places of a tile of y, their mask, and the tile as float32."""
     mask = row_mask & (outputs < slice_size)[None, :]
     y_tile = y_ptr + tokens * stride_ym + outputs[None, :]
     return y_tile, mask, tl.load(y_tile, mask=mask, other=0.0).to(tl.float32)

@@ -200,7 +200,7 @@ def prompt_kernel(
 @triton.jit
 def _locate(query_start_ptr, block, num_sequences, BLOCK_Q: tl.constexpr):
     """The sequence of a block of tokens, and the first of them in it. Sequence s has the blocks from
-    query_starts[s] // BLOCK_Q + s on, some of which may lie behind its end.
+    query_starts[s] // BLOCK_Q + s on. Some of these may lie after its end.
     """
     low = 0
     high = num_sequences

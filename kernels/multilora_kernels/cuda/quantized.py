@@ -1,13 +1,14 @@
 """Linears of weights in codes of 4 or 8 bits on a GPU, in OpenAI Triton: see `multilora_kernels.quantized`.
 
-Few rows: codes are multiplied as they lie. A code is exact in the 16-bit dtypes, one of 4 bits less its zero too, so it
-goes to the tensor cores beside the activations, and the float32 sum of a group of inputs takes the group's scale.
-Neither weights nor activations are rounded. The product is y^T = W x^T: the instructions take their left side from
-registers, where codes become floats, and their right one from memory. The codes lie in the order in which a thread
-wants them (`code_order`). The inputs are cut into splits until there are programs enough to keep the memory busy; the
-program that ends last of a tile adds them, in their order. How they are cut depends on the class of the number of rows,
-and so do the last bits, as those of cuBLAS. Many rows: the weight is written once in the dtype of the activations, for
-cuBLAS.
+Few rows: codes are multiplied as they lie. A code is exact in the 16-bit dtypes, and so is a 4-bit code less its zero.
+So codes go to the tensor cores beside the activations, and the float32 sum of a group of inputs takes the group's
+scale. Neither weights nor activations are rounded. The product is y^T = W x^T: the instructions take their left side
+from registers, where codes become floats, and their right side from memory. The codes lie in the order in which a
+thread reads them (`code_order`). The inputs are cut into splits, enough to keep the memory busy. The last program of a
+tile to end adds the splits, in their order. The cuts depend on the class of the number of rows, and so do the last
+bits, as with cuBLAS.
+
+Many rows: the weight is written once in the dtype of the activations, and cuBLAS multiplies.
 
 Weights of FP8 take the same way. `torch._scaled_mm` would round the activations to FP8, too.
 """
@@ -56,7 +57,7 @@ _MAX_TILES = 1 << 16
 
 
 class Codes(NamedTuple):
-    """W[o, i] = scales[o, i // group_size] * (codes[o, i] - zeros[o, i // group_size]), one output behind another.
+    """W[o, i] = scales[o, i // group_size] * (codes[o, i] - zeros[o, i // group_size]), one output after another.
 
     codes: int8 [outputs, codes of a row], or uint8 as float8_e4m3fn's bytes, or uint8 as the bytes of two codes of 4
     bits in two's complement; as `code_order` has them where there are tiles, else in the order of the inputs. scales:
@@ -163,7 +164,7 @@ def _multiply(x: torch.Tensor, weight: Codes, bias: torch.Tensor | None, plan: P
 
 @functools.cache
 def _arrivals(device: torch.device) -> torch.Tensor:
-    """How many programs of a tile of y have ended: zeros before and behind each launch, as of `decode_attention`."""
+    """How many programs of a tile of y have ended: zeros before and after each launch, as in `decode_attention`."""
     return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 
