@@ -29,7 +29,7 @@ from multilora_engine.models.loader import load_model
 from multilora_engine.models.model import Model
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.quantization.format import sites_ruled_out
-from multilora_engine.models.registry import read_model_config
+from multilora_engine.models.registry import begin_model_config
 from multilora_engine.models.weights import Placement
 from multilora_engine.sampling.token_counts import TokenCounts
 from multilora_engine.text.tokenizer import Tokenizer
@@ -63,15 +63,16 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     Raises ConfigError, and OperatorFault on a GPU that computes wrongly.
     """
     device = choose_device(config)
+    wait_for_config = begin_model_config(config.model_path)
     if device.type == "cpu":
         _prepare_cpu(config)
-    model_config = read_model_config(config.model_path)
-    dtype = choose_dtype(config.dtype, model_config, device)
-    kv_dtype = choose_kv_cache_dtype(config, model_config, dtype, device)
     tokenizer_path = config.tokenizer_path or config.model_path
     tokenizer = Tokenizer(tokenizer_path)
+    model_config = wait_for_config()
+    dtype = choose_dtype(config.dtype, model_config, device)
+    kv_dtype = choose_kv_cache_dtype(config, model_config, dtype, device)
     placement = Placement(dtype, choose_weight_dtype(config, dtype, device), device)
-    model = load_model(config.model_path, placement, on_progress)
+    model = load_model(config.model_path, placement, on_progress, model_config)
     give_back_freed_memory()  # Of tensors as the checkpoint has them.
     for kind, num_bytes in model.weight_bytes.items():
         _logger.info("weights: %.2f GiB, stored as %s", num_bytes / (1 << 30), kind)

@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any
 
 import torch
 
 from multilora_engine.models.builder import Builder
 from multilora_engine.models.decoder import Architecture
-from multilora_engine.models.hf_config import HFConfig
 from multilora_engine.models.layers import Attention, GatedMLP, LayerInputs
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.norms import LayerNorm
 from multilora_kernels import PackedLayer
-
-
-class Cohere2Config(HFConfig):
-    knows_layer_types: ClassVar[bool] = True
-    unread: ClassVar[tuple[str, ...]] = ("mlp_bias",)
-    norm_eps_field: ClassVar[str] = "layer_norm_eps"
-    vocab_size: int = 256000
-    hidden_size: int = 8192
-    intermediate_size: int = 22528
-    num_hidden_layers: int = 40
-    num_attention_heads: int = 64
-    max_position_embeddings: int = 8192
-    hidden_act: str = "silu"
-    layer_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = True
-    attention_bias: bool = False
-    sliding_window: int | None = 4096
-    sliding_window_pattern: int = 4
-    logit_scale: float = 0.0625
-
-    def fill_in(self) -> None:
-        if self.layer_types is None:
-            self.layer_types = self.alternate_windows(self.sliding_window_pattern)
 
 
 class Cohere2Layer:
@@ -61,13 +38,12 @@ def _final_norm(builder: Builder) -> LayerNorm:
     return builder.layer_norm("norm", has_bias=False)
 
 
-def read(hf: Cohere2Config, config: ModelConfig) -> ModelConfig:
+def read(fields: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
     """Neighbouring elements turn in pairs, in layers with a window only; logits are scaled."""
     ropes = {name: replace(rope, is_interleaved=True) for name, rope in config.ropes.items()}
-    assert hf.layer_types is not None, "filled in"
-    pairs = zip(config.layer_ropes, hf.layer_types, strict=True)
+    pairs = zip(config.layer_ropes, fields["layer_types"], strict=True)
     layer_ropes = tuple(rope if kind == "sliding_attention" else None for rope, kind in pairs)
-    return replace(config, ropes=ropes, layer_ropes=layer_ropes, logit_scale=hf.logit_scale)
+    return replace(config, ropes=ropes, layer_ropes=layer_ropes, logit_scale=fields["logit_scale"])
 
 
 COHERE2 = Architecture(Cohere2Layer, _final_norm)

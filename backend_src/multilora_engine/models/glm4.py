@@ -5,34 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any
 
 from multilora_engine.models.builder import Builder
 from multilora_engine.models.decoder import Architecture
-from multilora_engine.models.hf_config import WINDOWS, HFConfig
 from multilora_engine.models.layers import Attention, GatedMLP, PreNormLayer, SandwichLayer
 from multilora_engine.models.model_config import ModelConfig
-
-
-class GlmConfig(HFConfig):
-    unread: ClassVar[tuple[str, ...]] = (*WINDOWS, "mlp_bias")
-    vocab_size: int = 151552
-    hidden_size: int = 4096
-    intermediate_size: int = 13696
-    num_hidden_layers: int = 40
-    num_attention_heads: int = 32
-    num_key_value_heads: int = 2
-    head_dim: int | None = 128
-    max_position_embeddings: int = 131072
-    hidden_act: str = "silu"
-    rms_norm_eps: float = 0.00000015625
-    attention_bias: bool = True
-    partial_rotary_factor: float | None = 0.5
-
-
-class Glm4Config(GlmConfig):
-    head_dim: int = 128
 
 
 def _glm_layer(builder: Builder, layer: int) -> PreNormLayer:
@@ -53,7 +33,7 @@ def _mlp(builder: Builder) -> GatedMLP:
     return GatedMLP(builder, stored_as="mlp.gate_up_proj")
 
 
-def read(_hf: GlmConfig, config: ModelConfig) -> ModelConfig:
+def read(_fields: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
     """Pairs are neighbours; the output projection never has a bias."""
     ropes = {name: replace(rope, is_interleaved=True) for name, rope in config.ropes.items()}
     return replace(config, ropes=ropes, output_bias=False)

@@ -1,22 +1,25 @@
-"""`HFConfig`: the fields of a Hugging Face `config.json` that the engine reads, as transformers would complete them.
+"""The fields of a `config.json` as transformers' own class for the model type completes them.
 
-Transformers itself takes seconds and 100 MB of every start to do so. Each family has a class of its own with the
-family's defaults, beside its layers; tests compare all of them with transformers' `AutoConfig`.
+Importing transformers takes a second, and memory that stays. So a child process imports it, completes the fields and
+ends. A process that has imported transformers before needs no child. `python -m multilora_engine.models.hf_config` is
+the child: it reads the content of config.json on stdin and writes an `_Outcome` on stdout.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import gc
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
-
-import msgspec
+from functools import partial
+from typing import Any, TypedDict
 
 from multilora_engine.errors import ConfigError
-
-_SCALED = ("llama3", "yarn", "longrope")
-"""Types of rotary embeddings that know the length of the prompts before they were scaled."""
-
-WINDOWS = ("sliding_window", "layer_types")
+from multilora_engine.log_lines import one_line
 
 _POSITIVE = (
     "vocab_size",
@@ -27,152 +30,172 @@ _POSITIVE = (
     "max_position_embeddings",
 )
 
-_OLD_LAYER_TYPES = {"attention": "full_attention"}
+_OBJECTS = ("rope_parameters", "rope_scaling")
+
+_CHECKED_HERE = ("dtype", "torch_dtype")
+
+_READ = frozenset(
+    {
+        *_POSITIVE,
+        "attention_bias",
+        "attention_multiplier",
+        "attn_logit_softcapping",
+        "embedding_multiplier",
+        "final_logit_softcapping",
+        "head_dim",
+        "hidden_act",
+        "hidden_activation",
+        "layer_norm_eps",
+        "layer_types",
+        "logit_scale",
+        "logits_scaling",
+        "mlp_bias",
+        "no_rope_layers",
+        "norm_epsilon",
+        "num_key_value_heads",
+        "query_pre_attn_scalar",
+        "residual_multiplier",
+        "rms_norm_eps",
+        "rope_parameters",
+        "sliding_window",
+        "tie_word_embeddings",
+        "use_bias",
+        "use_bidirectional_attention",
+    }
+)
+"""The fields that the engine reads from the completed config."""
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "attention_dropout",
+        "bos_token_id",
+        "embd_pdrop",
+        "embedding_dropout",
+        "eos_token_id",  # read from the files, because generation_config.json counts too
+        "initializer_range",
+        "max_window_layers",  # becomes layer_types
+        "no_rope_layer_interval",  # becomes no_rope_layers
+        "original_max_position_embeddings",  # becomes part of rope_parameters
+        "pad_token_id",
+        "pretraining_tp",
+        "resid_pdrop",
+        "residual_dropout",
+        "use_cache",
+        "use_sliding_window",  # becomes sliding_window
+    }
+)
+"""The fields that change no answer by themselves: transformers has put their meaning into another field, or they are
+for training."""
+
+_MAX_ERROR_CHARS = 500
 
 
-class HFConfig(msgspec.Struct, kw_only=True):
-    """The fields under the names that nearly all decoders share; None stands for a field that is not written.
+class _Outcome(TypedDict):
+    """fields: the completed fields. error: why there are none; empty when there are."""
 
-    original_max_position_embeddings: where it is written beside the rotary embeddings' own one, it counts.
-    rope_scaling, rope_theta, partial_rotary_factor: older spellings of items of `rope_parameters`, which has them all
-    once the config is `complete`.
+    fields: dict[str, Any]
+    error: str
+
+
+def begin_completing(raw: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Start a child that completes the fields. The returned function waits for them; it raises ConfigError, too.
+
+    raw: the content of a config.json whose model_type is served. Raises ConfigError, which names the field.
     """
-
-    knows_layer_types: ClassVar[bool] = False
-    """Whether `rope_parameters` may have an object for each of `layer_types`."""
-
-    unread: ClassVar[tuple[str, ...]] = ()
-    """The fields that mean nothing to the family's layers, whatever a checkpoint has in them."""
-
-    norm_eps_field: ClassVar[str] = "rms_norm_eps"
-    activation_field: ClassVar[str] = "hidden_act"
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    max_position_embeddings: int
-    original_max_position_embeddings: Any = None
-    is_causal: bool | None = None
-    hidden_act: str | None = "silu"
-    hidden_activation: str | None = None
-    rms_norm_eps: float | None = None
-    layer_norm_eps: float | None = None
-    norm_epsilon: float | None = None
-    tie_word_embeddings: bool = False
-    attention_bias: bool | None = False
-    mlp_bias: bool | None = False
-    sliding_window: int | None = None
-    layer_types: list[str] | None = None
-    rope_parameters: dict[str, Any] | None = None
-    rope_scaling: dict[str, Any] | None = None
-    rope_theta: float | None = 10_000.0
-    partial_rotary_factor: float | None = None
-    per_layer_config: dict[str, Any] | None = None
-
-    def complete(self) -> None:
-        """Fill in the fields that follow from others. Raises ConfigError where fields contradict each other."""
-        for name in _POSITIVE:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"config.json: {name} {getattr(self, name)} must be positive")
-        if self.is_causal is False:
-            raise ConfigError("config.json: is_causal false is not supported: answers come token by token; write true")
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        self.fill_in()
-        self.rope_parameters = self.complete_rope()
-        if self.per_layer_config is not None:
-            raise ConfigError("config.json: per_layer_config is not supported: all layers must have one shape")
-        if self.layer_types is not None:
-            self.layer_types = [_OLD_LAYER_TYPES.get(name, name) for name in self.layer_types]
-            if len(self.layer_types) != self.num_hidden_layers:
-                raise ConfigError(
-                    f"config.json: layer_types has {len(self.layer_types)} items and num_hidden_layers is "
-                    f"{self.num_hidden_layers}"
-                )
-        for name in self.unread:
-            setattr(self, name, None)
-
-    def fill_in(self) -> None:
-        """The family's own part of `complete`."""
-
-    def complete_rope(self) -> dict[str, Any]:
-        """`rope_parameters`: one dict for all layers, or one for each of `layer_types`."""
-        parameters = dict(self.rope_scaling or self.rope_parameters or {})
-        by_type = {name: parameters[name] for name in parameters if name in (self.layer_types or ())}
-        for name, own in by_type.items():
-            if not isinstance(own, dict | None):
-                raise ConfigError(f"config.json: rope_parameters of {name} must be an object, got {own!r}")
-        if not by_type or not self.knows_layer_types:
-            return self._with_original_length(self._with_defaults(parameters))
-        return parameters | {name: self._with_defaults(own) for name, own in by_type.items() if own is not None}
-
-    def _with_defaults(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        defaults: dict[str, Any] = {"rope_theta": self.rope_theta}
-        if self.partial_rotary_factor is not None:
-            defaults["partial_rotary_factor"] = self.partial_rotary_factor
-        return with_rope_type(defaults | dict(parameters), self.max_position_embeddings)
-
-    def _with_original_length(self, parameters: dict[str, Any]) -> dict[str, Any]:
-        """Of all layers. transformers lets the field of the whole config count for these only."""
-        if self.original_max_position_embeddings is not None and parameters["rope_type"] in _SCALED:
-            parameters["original_max_position_embeddings"] = self.original_max_position_embeddings
-        return parameters
-
-    def check_heads(self) -> None:
-        """Raises ConfigError unless the hidden size is divided among the heads without rest."""
-        if self.hidden_size % self.num_attention_heads:
-            raise ConfigError(
-                f"config.json: hidden_size {self.hidden_size} is not a multiple of num_attention_heads "
-                f"{self.num_attention_heads}"
-            )
-
-    def alternate_windows(self, pattern: int) -> list[str]:
-        """A layer type for each layer: every `pattern`-th one attends to all tokens."""
-        if pattern == 0:
-            raise ConfigError("config.json: sliding_window_pattern must not be 0")
-        layers = range(1, self.num_hidden_layers + 1)
-        return ["sliding_attention" if layer % pattern else "full_attention" for layer in layers]
+    _check(raw)
+    wait = partial(_complete, raw) if _is_imported() else _start_child(raw)
+    return lambda: _fields_of(wait())
 
 
-class WindowedConfig(HFConfig):
-    """Of families with a window for the layers from `max_window_layers` on, if they use one at all."""
-
-    knows_layer_types: ClassVar[bool] = True
-    use_sliding_window: bool = False
-    sliding_window: int | None = 4096
-    max_window_layers: int = 28
-
-    def fill_in(self) -> None:
-        if not self.use_sliding_window:
-            self.sliding_window = None
-        if self.layer_types is None:
-            first = self.num_hidden_layers if self.sliding_window is None else self.max_window_layers
-            layers = range(self.num_hidden_layers)
-            self.layer_types = ["sliding_attention" if layer >= first else "full_attention" for layer in layers]
+def _fields_of(outcome: _Outcome) -> dict[str, Any]:
+    if outcome["error"]:
+        raise ConfigError(f"config.json: {outcome['error']}")
+    return outcome["fields"]
 
 
-_Fields = TypeVar("_Fields", bound=HFConfig)
+def _check(raw: Mapping[str, Any]) -> None:
+    """Refuse what transformers takes and the engine does not do, and what transformers refuses in unclear words."""
+    for name in _POSITIVE:
+        value = raw.get(name)
+        if isinstance(value, int) and value < 1:
+            raise ConfigError(f"config.json: {name} {value} must be positive")
+    for name in _OBJECTS:
+        if not isinstance(raw.get(name), dict | None):
+            raise ConfigError(f"config.json: {name} must be an object, got {raw[name]!r}")
+    if raw.get("is_causal") not in (None, True):
+        raise ConfigError("config.json: is_causal false is not supported: answers come token by token; write true")
+    if raw.get("per_layer_config") is not None:
+        raise ConfigError("config.json: per_layer_config is not supported: all layers must have one shape")
 
 
-def read_hf_config(raw: Mapping[str, Any], fields: Callable[..., _Fields]) -> _Fields:
-    """The content of a `config.json` as a family's class completes it. Raises ConfigError, which names the field."""
+def _is_imported() -> bool:
+    return "transformers" in sys.modules
+
+
+def _complete(raw: Mapping[str, Any]) -> _Outcome:
+    from transformers import AutoConfig, PreTrainedConfig
+
+    fields = copy.deepcopy(dict(raw))  # transformers changes what it gets
+    model_type = fields.pop("model_type")
+    for name in _CHECKED_HERE:
+        fields.pop(name, None)
+    if model_type == "mistral" and "layer_types" in fields:
+        model_type = "ministral"  # as AutoConfig.from_pretrained does
+    if model_type == "phi3":
+        _rename_first_longrope(fields)
     try:
-        config: _Fields = msgspec.convert(raw, fields)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"config.json: {error}") from None
-    config.complete()
-    return config
+        config = AutoConfig.for_model(model_type, **fields)
+        config.standardize_rope_params()  # once more, as the layers do: some lengths count only then
+    except Exception as error:  # its refusals have many types
+        kind = f"{type(error).__name__}: " if type(error).__module__ == "builtins" else ""
+        text = one_line(" ".join(str(error).split()), _MAX_ERROR_CHARS)
+        return _Outcome(fields={}, error=f"transformers refuses it: {kind}{text}")
+    of_all_families = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    own = [field for field in dataclasses.fields(config) if field.name not in of_all_families]
+    for field in own:
+        value = getattr(config, field.name)
+        if field.name not in _READ | _WITHOUT_EFFECT and value != field.default:
+            return _Outcome(
+                fields={}, error=f"{field.name} {value!r} is not supported: the engine does not know this field"
+            )
+    completed = {field.name: getattr(config, field.name) for field in own if field.name in _READ}
+    # Layers of all families ask for it, whether their class declares it or not.
+    return _Outcome(fields={"head_dim": getattr(config, "head_dim", None)} | completed, error="")
 
 
-def with_rope_type(parameters: dict[str, Any], max_position_embeddings: int) -> dict[str, Any]:
-    """`parameters` with `rope_type`, once spelled `type`, and with the length before scaling."""
-    parameters.setdefault("rope_type", parameters.get("type", "default"))
-    if not isinstance(parameters["rope_type"], str):
-        raise ConfigError(f"config.json: rope_type must be a name, got {parameters['rope_type']!r}")
-    if parameters["rope_type"] in _SCALED:
-        parameters.setdefault("original_max_position_embeddings", max_position_embeddings)
-    return parameters
+def _rename_first_longrope(fields: dict[str, Any]) -> None:
+    """Rename `su`: the first Phi-3 checkpoints of long contexts call `longrope` so. Transformers does it too late."""
+    for name in _OBJECTS:
+        rope = fields.get(name) or {}
+        for key in ("type", "rope_type"):
+            if rope.get(key) == "su":
+                fields[name] = rope = {**rope, key: "longrope"}
+
+
+def _start_child(raw: Mapping[str, Any]) -> Callable[[], _Outcome]:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as content:
+        json.dump(raw, content)
+        content.seek(0)
+        command = [sys.executable, "-P", "-m", __name__]
+        child = subprocess.Popen(command, stdin=content, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return partial(_wait_for, child)
+
+
+def _wait_for(child: subprocess.Popen[str]) -> _Outcome:
+    answer, errors = child.communicate()
+    if child.returncode:
+        last = errors.strip().rpartition("\n")[2]
+        raise ConfigError(f"cannot read config.json: the process that reads it ended with {child.returncode}: {last}")
+    outcome: _Outcome = json.loads(answer)
+    return outcome
+
+
+def _main() -> None:
+    gc.disable()  # A tenth of the time of the import.
+    # Transformers imports torch where it finds it, which takes two seconds. Configs need no torch.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    json.dump(_complete(json.load(sys.stdin)), sys.stdout)
+
+
+if __name__ == "__main__":
+    _main()

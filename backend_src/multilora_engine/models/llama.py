@@ -2,121 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.builder import Builder
 from multilora_engine.models.decoder import Architecture
-from multilora_engine.models.hf_config import WINDOWS, HFConfig, WindowedConfig
 from multilora_engine.models.layers import Attention, GatedMLP, HeadNorm, PreNormLayer
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.norms import RMSNorm
 from multilora_kernels import PackedLayer
-
-
-class LlamaConfig(HFConfig):
-    unread: ClassVar[tuple[str, ...]] = WINDOWS
-    vocab_size: int = 32000
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    max_position_embeddings: int = 2048
-    hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
-    attention_bias: bool = False
-    mlp_bias: bool = False
-
-    def fill_in(self) -> None:
-        self.check_heads()
-
-
-class MistralConfig(HFConfig):
-    knows_layer_types: ClassVar[bool] = True
-    unread: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
-    vocab_size: int = 32000
-    hidden_size: int = 4096
-    intermediate_size: int = 14336
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int = 8
-    max_position_embeddings: int = 4096 * 32
-    hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
-    sliding_window: int | None = 4096
-
-
-class Qwen2Config(WindowedConfig):
-    unread: ClassVar[tuple[str, ...]] = ("mlp_bias",)
-    vocab_size: int = 151936
-    hidden_size: int = 4096
-    intermediate_size: int = 22016
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = 32
-    max_position_embeddings: int = 32768
-    hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
-
-
-class Qwen3Config(Qwen2Config):
-    head_dim: int = 128
-    attention_bias: bool = False
-
-
-class GraniteConfig(HFConfig):
-    unread: ClassVar[tuple[str, ...]] = WINDOWS
-    vocab_size: int = 32000
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    max_position_embeddings: int = 2048
-    hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    embedding_multiplier: float = 1.0
-    logits_scaling: float = 1.0
-    residual_multiplier: float = 1.0
-    attention_multiplier: float = 1.0
-
-
-class SmolLM3Config(HFConfig):
-    knows_layer_types: ClassVar[bool] = True
-    vocab_size: int = 128256
-    hidden_size: int = 2048
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 36
-    num_attention_heads: int = 16
-    num_key_value_heads: int | None = 4
-    max_position_embeddings: int = 32768
-    hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = True
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    rope_theta: float | None = 2_000_000.0
-    use_sliding_window: bool = False
-    no_rope_layers: list[int] | None = None
-    no_rope_layer_interval: int = 4
-
-    def fill_in(self) -> None:
-        if self.no_rope_layers is None:
-            if self.no_rope_layer_interval == 0:
-                raise ConfigError("config.json: no_rope_layer_interval must not be 0")
-            layers = range(1, self.num_hidden_layers + 1)
-            self.no_rope_layers = [int(layer % self.no_rope_layer_interval != 0) for layer in layers]
-        if len(self.no_rope_layers) != self.num_hidden_layers:
-            raise ConfigError(
-                f"config.json: no_rope_layers has {len(self.no_rope_layers)} items and num_hidden_layers is "
-                f"{self.num_hidden_layers}"
-            )
-        if self.layer_types is None:
-            has_windows = self.use_sliding_window and self.sliding_window is not None
-            kinds = {True: "full_attention", False: "sliding_attention" if has_windows else "full_attention"}
-            self.layer_types = [kinds[bool(turns)] for turns in self.no_rope_layers]
 
 
 class LlamaLayer(PreNormLayer):
@@ -167,31 +63,30 @@ def _qwen3_layer(builder: Builder, layer: int) -> LlamaLayer:
     return LlamaLayer(builder, layer, has_qk_norm=True)
 
 
-def read_llama(_hf: HFConfig, config: ModelConfig) -> ModelConfig:
-    """Nothing differs."""
-    return config
-
-
-def read_qwen2(_hf: Qwen2Config, config: ModelConfig) -> ModelConfig:
+def read_qwen2(_fields: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
     """q, k and v always have biases, the output never."""
     return replace(config, qkv_bias=True, output_bias=False)
 
 
-def read_granite(hf: GraniteConfig, config: ModelConfig) -> ModelConfig:
+def read_granite(fields: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
     """Embeddings, scores, updates and logits are scaled."""
     return replace(
         config,
-        embedding_scale=hf.embedding_multiplier,
-        attention_scale=hf.attention_multiplier,
-        residual_scale=hf.residual_multiplier,
-        logit_scale=1.0 / hf.logits_scaling,
+        embedding_scale=fields["embedding_multiplier"],
+        attention_scale=fields["attention_multiplier"],
+        residual_scale=fields["residual_multiplier"],
+        logit_scale=1.0 / fields["logits_scaling"],
     )
 
 
-def read_smollm3(hf: SmolLM3Config, config: ModelConfig) -> ModelConfig:
+def read_smollm3(fields: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
     """Some layers have no rotary embeddings; despite its name, `no_rope_layers` has 1 for the others."""
-    assert hf.no_rope_layers is not None, "filled in"
-    ropes = tuple(rope if turns else None for rope, turns in zip(config.layer_ropes, hf.no_rope_layers, strict=True))
+    turning = fields["no_rope_layers"]
+    if len(turning) != config.num_layers:
+        raise ConfigError(
+            f"config.json: no_rope_layers has {len(turning)} items and num_hidden_layers is {config.num_layers}"
+        )
+    ropes = tuple(rope if turns else None for rope, turns in zip(config.layer_ropes, turning, strict=True))
     return replace(config, layer_ropes=ropes)
 
 

@@ -12,6 +12,7 @@ import torch
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.checkpoint import Checkpoint, opened
 from multilora_engine.models.model import Model
+from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.quantization.format import weight_format
 from multilora_engine.models.registry import build_model, read_model_config
 from multilora_engine.models.weights import Destination, Placement, WeightFormat
@@ -21,13 +22,21 @@ _ROTARY_BUFFER = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\
 """Stored by old versions of transformers; it follows from config.json."""
 
 
-def load_model(path: Path, placement: Placement, on_progress: Callable[[int, int], None] | None = None) -> Model:
+def load_model(
+    path: Path,
+    placement: Placement,
+    on_progress: Callable[[int, int], None] | None = None,
+    config: ModelConfig | None = None,
+) -> Model:
     """Read the checkpoint in the directory `path` tensor by tensor into a model that lies as `placement` says.
 
-    `on_progress` is called with (tensors loaded, tensors in all). Raises ConfigError, which names the tensor, when one
-    is missing, unexpected, stored twice, of another shape or type, or disagrees with another.
+    on_progress: called with (tensors loaded, tensors in all). config: as `read_model_config` gives it, where the caller
+    has read it already.
+
+    Raises ConfigError, which names the tensor, when one is missing, unexpected, stored twice, of another shape or type,
+    or disagrees with another.
     """
-    config = read_model_config(path)
+    config = config or read_model_config(path)
     checkpoint = Checkpoint(path)
     weights = weight_format(checkpoint, placement)
     model = build_model(config, weights)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.models.hf_config import HFConfig
 from multilora_engine.models.rope_config import Rope, read_ropes
 
 Activation = Literal["silu", "gelu_tanh"]
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _DTYPES = ("float32", "bfloat16", "float16")
+_NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
 
 
 @dataclass(frozen=True)
@@ -68,38 +68,40 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
 
-def decoder_config(path: Path, raw: Mapping[str, Any], hf: HFConfig, architecture: str) -> ModelConfig:
+def decoder_config(path: Path, raw: Mapping[str, Any], fields: Mapping[str, Any], architecture: str) -> ModelConfig:
     """The numbers that `config.json` has under the names that nearly all decoders share.
 
-    raw: the file's content. hf: its fields, with the family's defaults. Raises ConfigError.
+    raw: the content of config.json. fields: its completed fields (`begin_completing`). Raises ConfigError.
     """
-    head_dim = hf.head_dim or hf.hidden_size // hf.num_attention_heads
-    if head_dim < 2 or head_dim % 2:
-        raise ConfigError(f"config.json: head_dim {head_dim} must be even: rotary embeddings turn pairs")
-    ropes, layer_ropes = read_ropes(hf, head_dim)
-    attention_bias = bool(hf.attention_bias)
-    assert hf.num_key_value_heads is not None, "filled in"
+    head_dim = fields["head_dim"]
+    if head_dim is None:
+        head_dim = fields["hidden_size"] // fields["num_attention_heads"]
+    if not isinstance(head_dim, int) or head_dim < 2 or head_dim % 2:
+        raise ConfigError(f"config.json: head_dim {head_dim!r} must be even: rotary embeddings turn pairs")
+    ropes, layer_ropes = read_ropes(fields, head_dim)
+    attention_bias = bool(fields.get("attention_bias"))
+    num_kv_heads = fields["num_key_value_heads"]
     return ModelConfig(
         architecture=architecture,
-        num_layers=hf.num_hidden_layers,
-        hidden_size=hf.hidden_size,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads,
+        num_layers=fields["num_hidden_layers"],
+        hidden_size=fields["hidden_size"],
+        num_heads=fields["num_attention_heads"],
+        num_kv_heads=fields["num_attention_heads"] if num_kv_heads is None else num_kv_heads,
         head_dim=head_dim,
-        intermediate_size=hf.intermediate_size,
-        vocab_size=hf.vocab_size,
-        max_position_embeddings=hf.max_position_embeddings,
-        norm_eps=getattr(hf, hf.norm_eps_field),
+        intermediate_size=fields["intermediate_size"],
+        vocab_size=fields["vocab_size"],
+        max_position_embeddings=fields["max_position_embeddings"],
+        norm_eps=_norm_eps(fields),
         ropes=ropes,
         layer_ropes=layer_ropes,
-        sliding_window=_sliding_windows(hf),
-        tie_word_embeddings=hf.tie_word_embeddings,
+        sliding_window=_sliding_windows(fields),
+        tie_word_embeddings=fields["tie_word_embeddings"],
         dtype=_dtype(raw),
-        end_token_ids=_end_token_ids(path, raw, hf.vocab_size),
+        end_token_ids=_end_token_ids(path, raw, fields["vocab_size"]),
         qkv_bias=attention_bias,
         output_bias=attention_bias,
-        mlp_bias=bool(hf.mlp_bias),
-        activation=_activation(hf),
+        mlp_bias=bool(fields.get("mlp_bias")),
+        activation=_activation(fields),
     )
 
 
@@ -125,20 +127,24 @@ def check_shape(config: ModelConfig) -> None:
         raise ConfigError(f"config.json: sliding_window {config.sliding_window} must be positive, or null for none")
 
 
-def _activation(hf: HFConfig) -> Activation:
-    name = getattr(hf, hf.activation_field)
+def _norm_eps(fields: Mapping[str, Any]) -> float:
+    return float(next(fields[name] for name in _NORM_EPS if name in fields))
+
+
+def _activation(fields: Mapping[str, Any]) -> Activation:
+    field = "hidden_activation" if "hidden_activation" in fields else "hidden_act"
+    name = fields[field]
     if name not in _ACTIVATIONS:
-        raise ConfigError(
-            f"config.json: {hf.activation_field} {name!r} is not supported; supported are: {', '.join(_ACTIVATIONS)}"
-        )
+        raise ConfigError(f"config.json: {field} {name!r} is not supported; supported are: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
-def _sliding_windows(hf: HFConfig) -> tuple[int | None, ...]:
+def _sliding_windows(fields: Mapping[str, Any]) -> tuple[int | None, ...]:
     """One entry per layer: the window counts for all layers, or for the layers that `layer_types` names."""
-    window, types = hf.sliding_window, hf.layer_types
+    window: int | None = fields.get("sliding_window")
+    types = fields.get("layer_types")
     if types is None:
-        return (window,) * hf.num_hidden_layers
+        return (window,) * int(fields["num_hidden_layers"])
     if not set(types) <= {"full_attention", "sliding_attention"}:
         raise ConfigError(
             f"config.json: layer_types {types} is not supported; supported are: full_attention, sliding_attention"

@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from multilora_engine.models.builder import Builder
 from multilora_engine.models.decoder import Architecture
-from multilora_engine.models.hf_config import WINDOWS, HFConfig
 from multilora_engine.models.layers import Attention, GatedMLP, LayerInputs, WholeNorm
-from multilora_engine.models.model_config import ModelConfig
 from multilora_kernels import PackedLayer
-
-
-class Olmo2Config(HFConfig):
-    unread: ClassVar[tuple[str, ...]] = (*WINDOWS, "mlp_bias")
-    vocab_size: int = 50304
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    max_position_embeddings: int = 2048
-    hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-5
-    attention_bias: bool = False
 
 
 class Olmo2Layer:
@@ -48,11 +31,6 @@ class Olmo2Layer:
         x = x + update
         x = x + self._attention_norm.forward(self.attention.forward(x, keys, values, inputs))
         return x, self._mlp_norm.forward(self._mlp.forward(x, inputs.lora))
-
-
-def read(_hf: Olmo2Config, config: ModelConfig) -> ModelConfig:
-    """Nothing differs but the layers."""
-    return config
 
 
 OLMO2 = Architecture(Olmo2Layer)

@@ -7,7 +7,7 @@ tests/engine/models/test_decoder.py and tests/engine/test_parity.py, which compa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from multilora_engine.errors import ConfigError
 from multilora_engine.models import cohere2, gemma, glm4, llama, olmo2, phi3, starcoder2
 from multilora_engine.models.decoder import Architecture, Decoder, sites_of
-from multilora_engine.models.hf_config import HFConfig, read_hf_config
+from multilora_engine.models.hf_config import begin_completing
 from multilora_engine.models.model import Model
 from multilora_engine.models.model_config import ModelConfig, check_shape, decoder_config, read_json
 from multilora_engine.models.weights import WeightFormat
@@ -23,37 +23,40 @@ from multilora_wire.checkpoint_directory import why_no_checkpoint
 from multilora_wire.sites import ModelSites
 
 
+def _as_all(_fields: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
+    return config
+
+
 @dataclass(frozen=True)
 class Family:
     """model_type: the field of config.json beside the architecture's name.
 
-    fields: of config.json, with the family's defaults.
-    read: gets the fields and the numbers that all decoders share, and adds the family's.
+    read: gets the completed fields of config.json and the numbers that all decoders share. It returns the family's
+        numbers.
     may_turn_in_part: whether the family has `partial_rotary_factor`; transformers ignores it in the others.
     """
 
     model_type: str
-    fields: type[HFConfig]
-    read: Callable[[Any, ModelConfig], ModelConfig]
     architecture: Architecture
+    read: Callable[[Mapping[str, Any], ModelConfig], ModelConfig] = _as_all
     may_turn_in_part: bool = False
 
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family("llama", llama.LlamaConfig, llama.read_llama, llama.LLAMA),
-    "MistralForCausalLM": Family("mistral", llama.MistralConfig, llama.read_llama, llama.LLAMA),
-    "Qwen2ForCausalLM": Family("qwen2", llama.Qwen2Config, llama.read_qwen2, llama.LLAMA),
-    "Qwen3ForCausalLM": Family("qwen3", llama.Qwen3Config, llama.read_llama, llama.QWEN3),
-    "GraniteForCausalLM": Family("granite", llama.GraniteConfig, llama.read_granite, llama.LLAMA),
-    "SmolLM3ForCausalLM": Family("smollm3", llama.SmolLM3Config, llama.read_smollm3, llama.LLAMA),
-    "Gemma2ForCausalLM": Family("gemma2", gemma.Gemma2Config, gemma.read_gemma2, gemma.GEMMA2),
-    "Gemma3ForCausalLM": Family("gemma3_text", gemma.Gemma3Config, gemma.read_gemma3, gemma.GEMMA3),
-    "Phi3ForCausalLM": Family("phi3", phi3.Phi3Config, phi3.read, phi3.PHI3, may_turn_in_part=True),
-    "Olmo2ForCausalLM": Family("olmo2", olmo2.Olmo2Config, olmo2.read, olmo2.OLMO2),
-    "GlmForCausalLM": Family("glm", glm4.GlmConfig, glm4.read, glm4.GLM, may_turn_in_part=True),
-    "Glm4ForCausalLM": Family("glm4", glm4.Glm4Config, glm4.read, glm4.GLM4, may_turn_in_part=True),
-    "Cohere2ForCausalLM": Family("cohere2", cohere2.Cohere2Config, cohere2.read, cohere2.COHERE2),
-    "Starcoder2ForCausalLM": Family("starcoder2", starcoder2.Starcoder2Config, starcoder2.read, starcoder2.STARCODER2),
+    "LlamaForCausalLM": Family("llama", llama.LLAMA),
+    "MistralForCausalLM": Family("mistral", llama.LLAMA),
+    "Qwen2ForCausalLM": Family("qwen2", llama.LLAMA, llama.read_qwen2),
+    "Qwen3ForCausalLM": Family("qwen3", llama.QWEN3),
+    "GraniteForCausalLM": Family("granite", llama.LLAMA, llama.read_granite),
+    "SmolLM3ForCausalLM": Family("smollm3", llama.LLAMA, llama.read_smollm3),
+    "Gemma2ForCausalLM": Family("gemma2", gemma.GEMMA2, gemma.read_gemma2),
+    "Gemma3ForCausalLM": Family("gemma3_text", gemma.GEMMA3, gemma.read_gemma3),
+    "Phi3ForCausalLM": Family("phi3", phi3.PHI3, may_turn_in_part=True),
+    "Olmo2ForCausalLM": Family("olmo2", olmo2.OLMO2),
+    "GlmForCausalLM": Family("glm", glm4.GLM, glm4.read, may_turn_in_part=True),
+    "Glm4ForCausalLM": Family("glm4", glm4.GLM4, glm4.read, may_turn_in_part=True),
+    "Cohere2ForCausalLM": Family("cohere2", cohere2.COHERE2, cohere2.read),
+    "Starcoder2ForCausalLM": Family("starcoder2", starcoder2.STARCODER2, starcoder2.read),
 }
 """The families by the name in `architectures` of config.json."""
 
@@ -63,12 +66,21 @@ def read_model_config(path: Path) -> ModelConfig:
 
     Raises ConfigError for a family, activation or rope type that is not served.
     """
+    return begin_model_config(path)()
+
+
+def begin_model_config(path: Path) -> Callable[[], ModelConfig]:
+    """Start a `read_model_config`. The returned function waits for the result; either call raises ConfigError."""
     if reason := why_no_checkpoint(path):
         raise ConfigError(reason)
     raw = read_json(path / "config.json")
     name = _architecture_name(raw)
-    hf = read_hf_config(raw, FAMILIES[name].fields)
-    config = FAMILIES[name].read(hf, decoder_config(path, raw, hf, name))
+    wait = begin_completing(raw)
+    return lambda: _model_config(path, raw, name, wait())
+
+
+def _model_config(path: Path, raw: Mapping[str, Any], name: str, fields: Mapping[str, Any]) -> ModelConfig:
+    config = FAMILIES[name].read(fields, decoder_config(path, raw, fields, name))
     check_shape(config)
     if not FAMILIES[name].may_turn_in_part:
         _refuse_partial_ropes(config)

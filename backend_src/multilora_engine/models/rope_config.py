@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.models.hf_config import HFConfig
 
 _NUMBERS = {
     "default": (),
@@ -47,22 +46,25 @@ class Rope:
     is_interleaved: bool = False
 
 
-def read_ropes(hf: HFConfig, head_dim: int) -> tuple[dict[str, Rope], tuple[str | None, ...]]:
+def read_ropes(fields: Mapping[str, Any], head_dim: int) -> tuple[dict[str, Rope], tuple[str | None, ...]]:
     """The rotary embeddings by name, and the name for each layer. Raises ConfigError.
 
-    hf: of a family whose `rope_parameters` are one dict for all layers, or one for each of its layer types.
+    fields: the completed fields. `rope_parameters` is one object for all layers, or one for each layer type.
     """
-    parameters, num_layers = hf.rope_parameters or {}, hf.num_hidden_layers
+    parameters, num_layers = fields["rope_parameters"] or {}, fields["num_hidden_layers"]
+    max_position_embeddings = fields["max_position_embeddings"]
     if not any(isinstance(value, dict) for value in parameters.values()):
-        return {_ALL_LAYERS: _read_rope(parameters, hf, head_dim)}, (_ALL_LAYERS,) * num_layers
-    kinds = hf.layer_types or []
+        return {_ALL_LAYERS: _read_rope(parameters, max_position_embeddings, head_dim)}, (_ALL_LAYERS,) * num_layers
+    kinds = fields.get("layer_types") or []
     if missing := {kind for kind in kinds if not isinstance(parameters.get(kind), dict)}:
         raise ConfigError(f"config.json: rope_parameters has no object for layers of type {', '.join(sorted(missing))}")
-    return {kind: _read_rope(parameters[kind], hf, head_dim) for kind in set(kinds)}, tuple(kinds)
+    return {kind: _read_rope(parameters[kind], max_position_embeddings, head_dim) for kind in set(kinds)}, tuple(kinds)
 
 
-def _read_rope(parameters: Mapping[str, Any], hf: HFConfig, head_dim: int) -> Rope:
+def _read_rope(parameters: Mapping[str, Any], max_position_embeddings: int, head_dim: int) -> Rope:
     rope_type = parameters.get("rope_type")
+    if not isinstance(rope_type, str):
+        raise ConfigError(f"config.json: rope_type must be a name, got {rope_type!r}")
     if rope_type not in _NUMBERS:
         raise ConfigError(
             f"config.json: rope_type {rope_type!r} is not supported; supported are: {', '.join(_NUMBERS)}"
@@ -75,7 +77,7 @@ def _read_rope(parameters: Mapping[str, Any], hf: HFConfig, head_dim: int) -> Ro
     _check_numbers(parameters, rope_type)
     _check_lists(parameters, rope_type, rotary_dim)
     scaling = None if rope_type == "default" else parameters
-    return Rope(float(parameters["rope_theta"]), rotary_dim, hf.max_position_embeddings, scaling)
+    return Rope(float(parameters["rope_theta"]), rotary_dim, max_position_embeddings, scaling)
 
 
 def _check_rotary_dim(rotary_dim: int, head_dim: int, parameters: Mapping[str, Any]) -> None:
