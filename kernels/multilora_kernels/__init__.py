@@ -10,7 +10,7 @@ Public, by purpose:
   `HugePages` is their memory; `MemoryAhead` takes that memory before it is used.
 - quantised base weights: `QuantizedWeight` of a `CodeType`, used by `quantized_linear`, `quantized_lora_linear` and
   `quantized_embedding`.
-- attention: `paged_attention` over `PagedSequences` with `AttentionOptions`, on devices that `has_paged_attention`.
+- attention: `paged_attention` over `PagedSequences` with `AttentionOptions`.
   `rotary_attention` also rotates, by `rotary_angles`, and writes the cache; `store_rows` only writes it.
   `kv_row_size`, `kv_head_dim` and `load_rows` read caches, also caches of 8-bit codes.
 - between linears: `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul`, `gelu_tanh`.
@@ -46,7 +46,6 @@ from multilora_kernels.apply import lora_apply
 from multilora_kernels.attention import (
     AttentionOptions,
     PagedSequences,
-    has_paged_attention,
     paged_attention,
     rotary_attention,
 )
@@ -115,7 +114,6 @@ __all__ = [
     "forget_adapters",
     "gelu_tanh",
     "gelu_tanh_mul",
-    "has_paged_attention",
     "kv_head_dim",
     "kv_row_size",
     "load_cpu_kernels",

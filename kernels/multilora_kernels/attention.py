@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from multilora_kernels.cpu import load_cpu_kernels
 from multilora_kernels.dispatch import compiled_for, operator
 from multilora_kernels.interpreter import has_gpu_operators
 from multilora_kernels.kv_rows import kv_head_dim
@@ -53,11 +52,6 @@ class AttentionOptions(NamedTuple):
 
 
 _PLAIN = AttentionOptions()
-
-
-def has_paged_attention(device: torch.device) -> bool:
-    """Whether this device has operators of attention: a GPU has, and a CPU with compiled kernels."""
-    return has_gpu_operators(device) or load_cpu_kernels()
 
 
 def paged_attention(

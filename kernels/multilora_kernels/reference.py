@@ -1,4 +1,4 @@
-"""Every operator in plain PyTorch, under the same name and signature: the oracle of the tests, and the last resort.
+"""Every operator in plain PyTorch under the same name and signature: for tests, and for machines without a compiler.
 
 Each operator loops over chunks and slices, with one small matrix product for each. It reads the work list on the host,
 which waits for the device. So on a GPU it is slow, and it cannot be part of a CUDA graph. With float64 activations,
@@ -111,30 +111,90 @@ def paged_attention(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention, one token after another.
+    """The decodes together, then one sequence after the other.
 
-    The arguments are the fields of `attention.PagedSequences` (window 0 means none) and `attention.AttentionOptions`.
+    The arguments are the fields of `attention.PagedSequences` (window 0 is none) and of `attention.AttentionOptions`.
     """
+    lens, starts = context_lens.tolist(), query_starts.tolist()
+    num_sequences = min(len(block_tables), len(starts) - 1)
+    pieces = [(0, num_decodes), *((i, i + 1) for i in range(num_decodes, num_sequences))]
+    out = []
+    for first, last in pieces if num_decodes else pieces[1:]:
+        queries = q[starts[first] : starts[last]].unflatten(0, (last - first, -1))
+        slots, is_seen = _seen_keys(
+            block_tables[first:last],
+            context_lens[first:last],
+            max(lens[first:last]),
+            queries.shape[1],
+            block_size,
+            window,
+        )
+        out.append(_attended(queries, keys, values, slots, is_seen, scale, softcap, sinks))
+    return torch.cat(out)
+
+
+def _seen_keys(
+    block_tables: torch.Tensor, ends: torch.Tensor, longest: int, num_queries: int, block_size: int, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys of sequences that have `num_queries` queries each, their last tokens.
+
+    ends: [num_sequences], keys of each sequence; longest: the most of them. Returns the slots [num_sequences, num_keys]
+    of the newest keys, oldest first, and which query sees them [num_sequences, num_queries, num_keys]. A short sequence
+    has its newest slot in place of the keys before its first: a slot that is not seen must hold finite numbers, too.
+    """
+    num_keys = min(longest, window + num_queries - 1) if window else longest
+    device = ends.device
+    positions = ends[:, None] - torch.arange(num_keys, 0, -1, device=device)
+    queries = (ends[:, None] - torch.arange(num_queries, 0, -1, device=device))[:, :, None]
+    is_seen = (positions >= 0)[:, None] & (positions[:, None] <= queries)
+    if window:
+        is_seen &= positions[:, None] > queries - window
+    positions = torch.where(positions >= 0, positions, ends[:, None] - 1)
+    return block_tables.gather(1, positions // block_size) * block_size + positions % block_size, is_seen
+
+
+def _attended(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    is_seen: torch.Tensor,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """q: [num_sequences, num_queries, num_heads, head_dim]. Returns [num_tokens, num_heads * head_dim]."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    group = q.shape[1] // keys.shape[1]
-    starts, out = query_starts.tolist(), []
-    for table, context, start, end in zip(block_tables, context_lens.tolist(), starts, starts[1:], strict=False):
-        for row, position in zip(q[start:end], range(context - (end - start), context), strict=True):
-            seen = torch.arange(max(0, position - window + 1) if window else 0, position + 1, device=q.device)
-            slots = table[seen // block_size] * block_size + seen % block_size
-            k, v = (load_rows(cache, slots, dtype).repeat_interleave(group, dim=1) for cache in (keys, values))
-            weights = _weights(torch.einsum("hd,khd->hk", row.to(dtype), k) * scale, softcap, sinks)
-            out.append(torch.einsum("hk,khd->hd", weights, v).flatten())
-    return torch.stack(out).to(q.dtype)
+    k, v = (
+        load_rows(cache, slots.flatten(), dtype).unflatten(0, slots.shape).transpose(1, 2) for cache in (keys, values)
+    )
+    queries, is_seen = q.to(dtype).transpose(1, 2), is_seen[:, None]
+    if softcap or sinks is not None:
+        heads = _attended_with_options(queries, k, v, is_seen, scale, softcap, sinks)
+    else:
+        heads = F.scaled_dot_product_attention(queries, k, v, is_seen, scale=scale, enable_gqa=True)
+    return heads.transpose(1, 2).flatten(2).flatten(0, 1).to(q.dtype)
 
 
-def _weights(scores: torch.Tensor, softcap: float, sinks: torch.Tensor | None) -> torch.Tensor:
-    """scores: [num_heads, num_keys]. A sink is one more key with a value of zero."""
+def _attended_with_options(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_seen: torch.Tensor,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """PyTorch's own attention takes neither a soft cap nor sinks. A sink is one more key, whose value is zero."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT * scale
     if softcap:
         scores = softcap * (scores / softcap).tanh()
-    if sinks is None:
-        return scores.softmax(dim=-1)
-    return torch.cat((scores, sinks.to(scores.dtype)[:, None]), dim=-1).softmax(dim=-1)[:, :-1]
+    scores = scores.masked_fill(~is_seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(q.dtype)[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
+    weights: torch.Tensor = scores.softmax(dim=-1)[..., : k.shape[2]]
+    return weights @ v
 
 
 def rotary_attention(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -64,8 +65,8 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.lora.format import TORCH_DTYPES
 from multilora_engine.lora_config import LoRAConfig
-from multilora_engine.models import attention
 from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_kernels import cpu
 
 LOGITS_TOLERANCE = 3e-3
 """Of logits of 30. Both sides are float32: behind the strongest of the random adapters ours are 9e-4 from float64, and
@@ -282,7 +283,7 @@ def test_a_cache_of_fewer_bits_answers_so_without_compiled_operators(
 ) -> None:
     oracle, path = save_with_adapters(FAMILIES["mistral"], tmp_path)
     attend_to_rounded_heads(monkeypatch, kv_cache_dtype)
-    monkeypatch.setattr(attention, "has_paged_attention", lambda _: False)
+    monkeypatch.setattr(cpu, "_library", functools.cache(lambda: None))
     small = build_small_engine(oracle, path, default_model_dir, False, kv_cache_dtype)
     answer_as_peft_does_in_little_memory(oracle, small)
 

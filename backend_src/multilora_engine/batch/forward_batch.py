@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from multilora_kernels import LoRASegments, LoRATables, TokenRowTables, lora_segments
+from multilora_kernels import LoRASegments, LoRATables, PagedSequences, TokenRowTables, lora_segments
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,12 @@ class ForwardBatch:
     def wants_all_rows(self) -> bool:
         """Whether logits_indices are all rows in order: all tokens decode, and each needs a next token."""
         return len(self.positions) == self.num_decodes == len(self.logits_indices)
+
+    def sequences(self, window: int | None) -> PagedSequences:
+        """The sequences as attention takes them. window: the newest keys that a query attends to; None is all keys."""
+        return PagedSequences(
+            self.block_tables, self.query_starts, self.num_keys, self.num_decodes, self.block_size, window
+        )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ registry                                   the families that are served, and how
 llama, gemma, phi3, glm4, olmo2, ...       a family each: its numbers and its layers
   cohere2, starcoder2
 decoder                                    `Decoder`: embeddings, layers, norm, head
-  layers, norms, attention, rotary         the pieces that layers are made of
+  layers, norms, rotary                    the pieces that layers are made of
   linear                                   `LoRALinear`: a linear, with each token's adapter on top
 weights, builder, quantization/            how weights are stored, and which tensors of a checkpoint fill them
 loader, checkpoint                         reads the files of a checkpoint

@@ -13,7 +13,6 @@ from functools import cached_property
 import torch
 
 from multilora_engine.batch.forward_batch import ForwardBatch, KVCache, LoRABatch, TokenLoRAs
-from multilora_engine.models.attention import AttentionPlan, attention_plan
 from multilora_engine.models.builder import Builder
 from multilora_engine.models.kv_groups import KVGroup, kv_groups
 from multilora_engine.models.layers import Attend, Layer, LayerInputs
@@ -33,6 +32,7 @@ from multilora_kernels import (
     LayerStep,
     PackedDecoder,
     PackedHead,
+    PagedSequences,
     decoder_layers,
     decoder_logits,
     lora_apply,
@@ -143,7 +143,7 @@ class Decoder:
         return self._run_layers(self._embedded(batch, inputs.lora), kv_cache, inputs, on_layer)
 
     def attention_inputs(self, batch: ForwardBatch) -> LayerInputs:
-        return LayerInputs(self._rotations(batch), self._plans(batch), None)
+        return LayerInputs(self._rotations(batch), self._sequences(batch), None, batch.slot_mapping)
 
     def logits(self, hidden_states: HiddenStates, rows: torch.Tensor, lora: TokenLoRAs | None) -> torch.Tensor:
         x, update = (tensor.index_select(0, rows) for tensor in hidden_states)
@@ -237,8 +237,9 @@ class Decoder:
         return PackedHead.of(self._norm.weight, self._norm.eps, weight)
 
     def _inputs(self, batch: ForwardBatch) -> LayerInputs:
-        rotations, plans, lora = self._rotations(batch), self._plans(batch), _batched(batch)
-        return LayerInputs(rotations, plans, lora, self._layer_steps(rotations, plans, lora))
+        rotations, sequences, lora = self._rotations(batch), self._sequences(batch), _batched(batch)
+        steps = self._layer_steps(rotations, sequences, batch.slot_mapping, lora)
+        return LayerInputs(rotations, sequences, lora, batch.slot_mapping, steps)
 
     def _rotations(self, batch: ForwardBatch) -> dict[str | None, Rotation]:
         rotations: dict[str | None, Rotation] = {
@@ -248,9 +249,8 @@ class Decoder:
             rotations[None] = Rotation.none(batch, self.activation_dtype)
         return rotations
 
-    def _plans(self, batch: ForwardBatch) -> dict[int | None, AttentionPlan]:
-        windows = set(self.config.sliding_window)
-        return {window: attention_plan(batch, window, self.activation_dtype) for window in windows}
+    def _sequences(self, batch: ForwardBatch) -> dict[int | None, PagedSequences]:
+        return {window: batch.sequences(window) for window in set(self.config.sliding_window)}
 
     @cached_property
     def _packed_kinds(self) -> list[tuple[str | None, int | None]]:
@@ -262,7 +262,8 @@ class Decoder:
     def _layer_steps(
         self,
         rotations: dict[str | None, Rotation],
-        plans: dict[int | None, AttentionPlan],
+        sequences: dict[int | None, PagedSequences],
+        slots: torch.Tensor,
         lora: LoRABatch | None,
     ) -> tuple[LayerStep, ...]:
         """Of each of the packed kinds."""
@@ -270,15 +271,14 @@ class Decoder:
             LayerStep(
                 cos=rotations[rope].cos,
                 sin=rotations[rope].sin,
-                slots=plans[window].slot_mapping,
-                sequences=sequences,
+                slots=slots,
+                sequences=sequences[window],
                 scale=self.config.attention_scale or self.config.head_dim**-0.5,
                 may_round=self._may_round,
                 tables=None if lora is None else lora.tables,
                 segments=None if lora is None else lora.segments,
             )
             for rope, window in self._packed_kinds
-            if (sequences := plans[window].all_sequences) is not None
         )
 
 

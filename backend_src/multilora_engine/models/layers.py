@@ -10,12 +10,20 @@ import torch
 import torch.nn.functional as F
 
 from multilora_engine.batch.forward_batch import LoRABatch
-from multilora_engine.models.attention import AttentionPlan, attend
 from multilora_engine.models.builder import Builder
 from multilora_engine.models.model_config import Activation
 from multilora_engine.models.norms import Norm
 from multilora_engine.models.rotary import Rotation
-from multilora_kernels import AttentionOptions, LayerStep, PackedLayer, gelu_tanh, gelu_tanh_mul, silu_mul
+from multilora_kernels import (
+    AttentionOptions,
+    LayerStep,
+    PackedLayer,
+    PagedSequences,
+    gelu_tanh,
+    gelu_tanh_mul,
+    rotary_attention,
+    silu_mul,
+)
 from multilora_wire.sites import GATED_MLP
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -29,14 +37,16 @@ Attend = Callable[["Attention", torch.Tensor, torch.Tensor, torch.Tensor], torch
 class LayerInputs:
     """The inputs that all layers of one forward pass share.
 
-    rotations: by the names of the model's rotary embeddings, None for layers without. plans: by window size.
+    rotations: by the names of the model's rotary embeddings, None for layers without. sequences: by window size.
+    slots: [num_tokens] int64, the places of this step's keys and values in the cache; None with `attend_elsewhere`.
     layer_steps: of each kind of layers, for all of them in one call; empty where there is no kernel for that.
-    attend_elsewhere: attends in the place of `attend`.
+    attend_elsewhere: called in place of the attention operator.
     """
 
     rotations: dict[str | None, Rotation]
-    plans: dict[int | None, AttentionPlan]
+    sequences: dict[int | None, PagedSequences]
     lora: LoRABatch | None
+    slots: torch.Tensor | None = None
     layer_steps: tuple[LayerStep, ...] = ()
     attend_elsewhere: Attend | None = None
 
@@ -48,13 +58,18 @@ class LayerInputs:
         values: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[num_tokens, q_size], in `out` if there is one.
+        """Turn queries and keys, store keys and values, then softmax(scale q K^T + mask) V over each sequence's keys.
 
-        qkv: [num_tokens, q_size + 2 kv_size]. keys, values: of the layer, written in place.
+        qkv: [num_tokens, q_size + 2 kv_size]. keys, values: of the layer, written in place. Keys and values are
+        attended to as they are stored, those of this step, too: the chunks of a prompt change none of them.
+        Returns [num_tokens, q_size], in `out` if there is one.
         """
         if self.attend_elsewhere is not None:
             return self.attend_elsewhere(layer, qkv, keys, values)
-        return attend(qkv, self.rotations[layer.rope], keys, values, self.plans[layer.window], layer.options, out)
+        assert self.slots is not None
+        rotation, sequences = self.rotations[layer.rope], self.sequences[layer.window]
+        step = (qkv, rotation.cos, rotation.sin, keys, values, self.slots)
+        return rotary_attention(*step, sequences, layer.options, rotation.is_interleaved, out)
 
 
 class QKNorm(Protocol):

@@ -38,22 +38,6 @@ class Rotation:
         nothing = torch.empty(len(batch.positions), 1, 0, dtype=dtype, device=batch.positions.device)
         return cls(nothing, nothing)
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for the pairs of every head. x: [tokens, heads, head_dim]."""
-        rotary_dim = self.cos.shape[-1]
-        if rotary_dim == x.shape[-1]:
-            return self._turned(x)
-        turned, kept = x.split_with_sizes((rotary_dim, x.shape[-1] - rotary_dim), dim=-1)
-        return torch.cat((self._turned(turned), kept), dim=-1)
-
-    def _turned(self, x: torch.Tensor) -> torch.Tensor:
-        """x: the elements that turn."""
-        if self.is_interleaved:
-            partners = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-        else:
-            partners = x.roll(x.shape[-1] // 2, -1)
-        return torch.addcmul(x * self.cos, partners, self.sin)
-
 
 class RotaryEmbedding:
     """Angles from positions, computed in float32 once per step (a table of all positions would be large and no faster).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,9 @@ from transformers import (
     Starcoder2ForCausalLM,
 )
 
-from multilora_engine.models import attention
 from multilora_engine.models.loader import load_model
 from multilora_engine.models.weights import Placement
+from multilora_kernels import cpu
 
 SHAPE = {
     "vocab_size": 103,
@@ -200,15 +201,14 @@ def test_logits_match_transformers_for_chunked_prefill_and_decode_in_one_batch(
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3 biases and windows", "gemma2", "glm4", "cohere2"])
-def test_plain_pytorch_attends_where_no_operator_is_compiled(
+def test_plain_pytorch_computes_where_no_operator_is_compiled(
     name: str,
     tmp_path: Path,
     paged_runner: Callable[..., Any],
     paged_sequence: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "has_paged_attention", lambda _device: False)
-    monkeypatch.delattr(attention, "rotary_attention")
+    monkeypatch.setattr(cpu, "_library", functools.cache(lambda: None))
     test_logits_match_transformers_for_chunked_prefill_and_decode_in_one_batch(
         name, tmp_path, paged_runner, paged_sequence
     )
