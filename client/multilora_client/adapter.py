@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -122,8 +122,8 @@ class AdapterFiles:
     The server reads and checks them.
     """
 
-    config: bytes
-    weights: bytes
+    config: bytes = field(repr=False)
+    weights: bytes = field(repr=False)
 
     @cached_property
     def digest(self) -> bytes:

@@ -16,12 +16,23 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file
-from support.wire import GrpcClient, HttpClient, adapter_tensors, error_of, infer, stream_texts, tensors, text_of
+from support.wire import (
+    GrpcClient,
+    HttpClient,
+    adapter_files,
+    adapter_tensors,
+    error_of,
+    infer,
+    stream_texts,
+    tensors,
+    text_of,
+)
 from tritonclient.utils import InferenceServerException
 
 from multilora_client import Adapter, AdapterNotFound, AdapterTensors, Client, InvalidRequest, load_adapter
 from multilora_engine.tritonserver import ServerProcess
 
+PIRATE = Path(__file__).parents[2] / "adapters" / "pirate"
 CHAT = '[{"role": "user", "content": "Who are you?"}]'
 PROMPT = tensors(messages=CHAT, max_tokens=6, exclude_input_in_output=True)
 STATUS = {"INVALID_ARG": "StatusCode.INVALID_ARGUMENT", "ALREADY_EXISTS": "StatusCode.ALREADY_EXISTS"}
@@ -199,6 +210,23 @@ def _duplicate(adapter: Adapter) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_pefts_files_are_the_adapter_that_its_tensors_are(
+    triton_grpc: GrpcClient, triton_http: HttpClient, adapter: Adapter, protocol: str
+) -> None:
+    client = triton_grpc if protocol == "grpc" else triton_http
+    as_tensors = infer(client, "generation_unary", PROMPT | adapter_tensors(adapter))
+    files = adapter_files(PIRATE, next(fresh_ids))
+    first = infer(client, "ensemble_unary", PROMPT | files)
+    later = infer(client, "generation_unary", PROMPT | {"lora_task_id": files["lora_task_id"]})
+    assert text_of(first) == text_of(later) == text_of(as_tensors)
+    digests = {answer.as_numpy("lora_digest").item() for answer in (as_tensors, first, later)}
+    assert len(digests) == 1
+    both = PROMPT | files | adapter_tensors(adapter)
+    with pytest.raises(InferenceServerException, match="not as both; the request has"):
+        infer(client, "generation_unary", both)
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
 def test_an_adapter_of_another_model_is_refused_though_its_rows_are_as_long(
     client: Client, http_client: Client, tmp_path: Path, protocol: str
 ) -> None:
@@ -226,12 +254,12 @@ def test_a_bad_adapter_is_refused_by_name_and_not_cached(triton_grpc: GrpcClient
 
 
 def test_other_weights_under_a_cached_id_are_refused_and_the_first_keep_answering(
-    triton_grpc: GrpcClient, samples: dict[str, Adapter], adapter: Adapter
+    triton_grpc: GrpcClient, adapter: Adapter
 ) -> None:
     first = infer(triton_grpc, "generation_unary", PROMPT | adapter_tensors(adapter))
-    other = Adapter(adapter.lora_task_id, samples["json"].content)
+    other = adapter_files(PIRATE.parent / "json", adapter.lora_task_id)
     with pytest.raises(InferenceServerException, match="is cached with other weights") as caught:
-        infer(triton_grpc, "generation_unary", PROMPT | adapter_tensors(other))
+        infer(triton_grpc, "generation_unary", PROMPT | other)
     assert error_of(caught.value)[0] == STATUS["ALREADY_EXISTS"]
     again = infer(triton_grpc, "generation_unary", PROMPT | tensors(lora_task_id=adapter.lora_task_id))
     assert again.as_numpy("lora_digest").item() == first.as_numpy("lora_digest").item()

@@ -6,6 +6,7 @@ import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -71,6 +72,15 @@ def adapter_tensors(adapter: Adapter) -> dict[str, np.ndarray]:
         "lora_task_id": np.array([[adapter.lora_task_id]], np.uint64),
         name: weights[None],
         "lora_config": adapter.content.config[None],
+    }
+
+
+def adapter_files(directory: Path, lora_task_id: int) -> dict[str, np.ndarray]:
+    """The tensors of an adapter's first request as PEFT's files."""
+    return {
+        "lora_task_id": np.array([[lora_task_id]], np.uint64),
+        "lora_peft_config": np.array([[(directory / "adapter_config.json").read_bytes()]], np.object_),
+        "lora_peft_weights": np.fromfile(directory / "adapter_model.safetensors", np.uint8)[None],
     }
 
 

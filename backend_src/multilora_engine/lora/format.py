@@ -66,7 +66,8 @@ def pack_adapter(
     _check_shapes(weights, config)
     rows = [_read_row(index, values, weights.shape[1], layout) for index, values in enumerate(config.tolist())]
     weights = weights.contiguous()
-    packed = _pack(rows, lambda row: _wire_pieces(row, weights, layout), layout, traits)
+    bits = _bits(weights)
+    packed = _pack(rows, lambda row: _wire_pieces(row, weights, bits, layout), layout, traits)
     if not layout.code_bits and not _is_finite(packed.pages.view(TORCH_DTYPES[layout.lora_dtype])):
         raise InvalidRequest(_describe_non_finite(weights, rows, layout))
     return packed
@@ -85,7 +86,7 @@ def pack_peft(adapter: PeftAdapter, layout: AdapterLayout, base_model: Path) -> 
     def pieces_of(row: _Row) -> Iterator[_Values]:
         linear = linears[row.module.layer, row.module.module_id]
         for one in reader.read(linear, part_bounds(row.module)):
-            yield _Values(one.index, one.first, _tensor(one.values))
+            yield _Values(one.index, one.first, _stored_values(_tensor(one.values), layout))
 
     try:
         reader = LinearReader(adapter, BaseWeights(base_model) if is_dora else None)
@@ -174,6 +175,10 @@ class _Row:
         """Values of the row, without padding."""
         return num_values(self.module, self.rank, self.is_dora)
 
+    def columns(self, index: int) -> int:
+        """The columns of A, of B, or of the magnitude."""
+        return (self.module.in_size, self.rank, 1)[index]
+
     def __str__(self) -> str:
         return self.label
 
@@ -182,13 +187,13 @@ class _Row:
 class _Values:
     """Rows of a piece, from row `first` on. index: 0 is A, 1 is B, 2 is the magnitude.
 
-    values: [rows, columns], or [rows] of a magnitude; float16, bfloat16 or float32. Rows of B that are stored as codes
-    are of one part of the module, and begin at a multiple of 16 of the part's.
+    values: flat, as `_stored_values` gives them. Rows of B that become codes are of one part of the module, and begin
+    at a multiple of 16 of the part's.
     """
 
     index: int
     first: int
-    values: torch.Tensor
+    values: npt.NDArray[Any]
 
 
 def _check_shapes(weights: torch.Tensor, config: torch.Tensor) -> None:
@@ -288,25 +293,37 @@ def _ruled_out(module: WireModule, layout: AdapterLayout) -> str:
     return ", ".join(name for name in names if name in layout.ruled_out)
 
 
-def _wire_pieces(row: _Row, weights: torch.Tensor, layout: AdapterLayout) -> Iterator[_Values]:
-    """The values of a row of `lora_weights`. Raises InvalidRequest for anything but zeros after them."""
-    values, count = weights[row.index], row.num_values
-    # A zero may be negative.
-    if _bits(values)[count:].max(initial=0) and values[count:].any():
+def _wire_pieces(row: _Row, weights: torch.Tensor, bits: npt.NDArray[Any], layout: AdapterLayout) -> Iterator[_Values]:
+    """The values of a row of `lora_weights`. bits: those of `weights`.
+
+    Raises InvalidRequest for anything but zeros after the values.
+    """
+    count = row.num_values
+    if bits[row.index, count:].max(initial=0) and weights[row.index, count:].any():  # a zero may be negative
         raise InvalidRequest(
             f"{row}: lora_weights holds values other than zero beyond the {count} that its module and rank account "
             f"for. {_WRONG_MODEL}"
         )
-    if layout.code_bits and not _is_finite(values[:count]):
+    if layout.code_bits and not _is_finite(weights[row.index, :count]):
         raise InvalidRequest(_describe_non_finite(weights, [row], layout))
-    a, b, *magnitude = values[:count].split([piece.num_values for piece in row.pieces])
-    yield _Values(0, 0, a.view(row.rank, -1))
-    rows_of_b = b.view(-1, row.rank)
-    bounds = part_bounds(row.module) if layout.code_bits else (0, len(rows_of_b))
+    if TORCH_DTYPES.get(layout.lora_dtype) == weights.dtype:
+        values = bits[row.index, :count]
+    else:
+        values = _stored_values(weights[row.index, :count], layout)
+    num_a, rank = row.rank * row.module.in_size, row.rank
+    yield _Values(0, 0, values[:num_a])
+    bounds = part_bounds(row.module) if layout.code_bits else (0, row.module.out_size)
     for start, end in pairwise(bounds):
-        yield _Values(1, start, rows_of_b[start:end])
+        yield _Values(1, start, values[num_a + start * rank : num_a + end * rank])
     if row.is_dora:
-        yield _Values(2, 0, magnitude[0])
+        yield _Values(2, 0, values[num_a + row.module.out_size * rank :])
+
+
+def _stored_values(values: torch.Tensor, layout: AdapterLayout) -> npt.NDArray[Any]:
+    """Values in a flat array: the bits of the dtype in which they are stored, or float32 where they become codes."""
+    if layout.code_bits:
+        return values.float().numpy().reshape(-1)
+    return _bits(values.to(TORCH_DTYPES[layout.lora_dtype])).reshape(-1)
 
 
 def _tensor(values: npt.NDArray[Any]) -> torch.Tensor:
@@ -322,18 +339,15 @@ class _FloatStore:
     def __init__(self, pages: torch.Tensor, layout: AdapterLayout) -> None:
         self._pages = pages
         self._dtype = layout.lora_dtype
-        self._values = pages.view(TORCH_DTYPES[layout.lora_dtype]).view(-1)
-        self._bits = _bits(self._values)
+        self._bits = _bits(pages.view(TORCH_DTYPES[layout.lora_dtype])).reshape(-1)
 
     def begin(self, row: _Row) -> None:
         """Floats have no start of a row."""
 
     def put(self, row: _Row, offset: int, given: _Values) -> None:
         """offset: of the piece, in bytes."""
-        values = _bits(given.values.to(self._values.dtype)).reshape(-1)
-        columns = given.values.shape[1] if given.index < 2 else 1
-        first = offset // self._values.itemsize + given.first * columns
-        self._bits[first : first + len(values)] = values
+        first = offset // self._bits.itemsize + given.first * row.columns(given.index)
+        self._bits[first : first + len(given.values)] = given.values
 
     def digest(self, rows: Sequence[PackedRow]) -> str:
         return content_digest(rows, self._pages, self._dtype)
@@ -353,10 +367,10 @@ class _CodeStore:
         self._digest.update(np.array([module.module_id, module.layer, row.rank, row.is_dora], np.int64).tobytes())
 
     def put(self, row: _Row, offset: int, given: _Values) -> None:
-        values = given.values.float().contiguous()
-        self._digest.update(values.numpy().view(np.uint8).data)
+        self._digest.update(given.values.view(np.uint8).data)
+        values = torch.from_numpy(given.values).view(-1, row.columns(given.index))
         if given.index == 2:
-            self._store(offset + 4 * given.first, values.view(torch.uint8))
+            self._store(offset + 4 * given.first, values.view(torch.uint8).flatten())
         elif given.index == 1:
             self._store(offset + self._b_offset(row, given.first), quantize_b(values, self._arena))
         else:

@@ -145,6 +145,10 @@ def test_the_digest_does_not_depend_on_row_order_row_width_or_wire_dtype() -> No
         ("bfloat16", ALL_MODULES, False, "e6ca0f873bf2090ba8a6b646098f6ace"),
         ("bfloat16", FUSED, False, "c2e3706b7d42ae11e7bc2d5948d9fe0a"),
         ("bfloat16", ALL_MODULES, True, "e9c378c6263b9b5ab658de8989750338"),
+        ("float16", FUSED, False, "786f0818da9fda9e6b8b888c92dc8d58"),
+        ("int8", ALL_MODULES, False, "08ba5fd9ce6e5b509fb0e2dd4d621b6f"),
+        ("fp8", FUSED, False, "27abeae58dd92dab63801809e18bba26"),
+        ("int4", ALL_MODULES, True, "1772548b51d6f694f3a5e6bed3ad66e2"),
     ],
 )
 def test_digests_are_those_of_the_first_layout(
@@ -403,12 +407,12 @@ def test_blocks_are_expanded_to_the_matrix_that_they_are(tmp_path: Path, blocks:
 
 
 def test_files_take_little_memory_beside_their_pages(tmp_path: Path) -> None:
-    """A of 64 Mi values, in a file of 128 MiB, and as much of B."""
-    sites = decoder_sites(num_layers=1, hidden_size=1 << 18, q_size=1 << 18, kv_size=8, intermediate_size=8)
+    """A and B of 24 Mi values each: 48 MiB of the file, and 96 MiB as float32."""
+    sites = decoder_sites(num_layers=1, hidden_size=3 << 15, q_size=3 << 15, kv_size=8, intermediate_size=8)
     layout = adapter_layout(sites, 256, "bfloat16")
     key = "base_model.model.model.layers.0.self_attn.q_proj"
-    shapes = {f"{key}.lora_A.weight": [256, 1 << 18], f"{key}.lora_B.weight": [1 << 18, 256]}
-    size = 2 << 26
+    shapes = {f"{key}.lora_A.weight": [256, 3 << 15], f"{key}.lora_B.weight": [3 << 15, 256]}
+    size = 2 * 256 * (3 << 15)
     header = {
         key: {"dtype": "F16", "shape": shape, "data_offsets": [index * size, index * size + size]}
         for index, (key, shape) in enumerate(shapes.items())
