@@ -22,7 +22,7 @@ from multilora_client.base_weights import MODEL_CONFIG_FILE, BaseWeights
 from multilora_client.errors import AdapterError
 from multilora_client.sizing import read_sites
 from multilora_wire.adapter_origin import WrongBaseModel
-from multilora_wire.peft_config import PEFT_CONFIG_FILE, PeftError
+from multilora_wire.peft_config import PEFT_CONFIG_FILE, PeftError, quoted
 from multilora_wire.peft_files import (
     NUMPY_DTYPES,
     AdapterDtype,
@@ -118,6 +118,11 @@ def content_task_id(content: AdapterFiles | AdapterTensors) -> int:
 def _convert(
     adapter: PeftAdapter, base: BaseWeights | None, dtype: AdapterDtype, on_progress: Progress | None
 ) -> AdapterTensors:
+    if tokens := adapter.config.invocation_tokens:
+        raise PeftError(
+            f"{PEFT_CONFIG_FILE}: alora_invocation_tokens is {quoted(tokens)}, which the two tensors cannot tell; send "
+            "the PEFT files as they are"
+        )
     linears, reader = adapter.linears, LinearReader(adapter, base, dtype)
     weights = np.zeros((len(linears), max(linear.num_values for linear in linears)), NUMPY_DTYPES[dtype])
     for index, linear in enumerate(linears):

@@ -77,6 +77,7 @@ _READ_FIELDS = frozenset(
         "use_rslora",
         "use_dora",
         "use_bdlora",
+        "alora_invocation_tokens",
         "rank_pattern",
         "alpha_pattern",
         "init_lora_weights",
@@ -91,7 +92,6 @@ _REFUSED_FIELDS: Mapping[str, str] = {
     "trainable_token_indices": "trained embedding rows are not supported",
     "target_parameters": "LoRA on bare parameters is not supported",
     "layer_replication": "replicated layers are not supported",
-    "alora_invocation_tokens": "activated LoRA is not supported",
     "invocation_string": "this is activated LoRA in the form of IBM's package alora, which is not supported; train it "
     "with PEFT, whose field is alora_invocation_tokens",
     "use_qalora": "QA-LoRA is not supported",
@@ -100,9 +100,7 @@ _REFUSED_FIELDS: Mapping[str, str] = {
     "megatron_config": "LoRA on Megatron's parallel layers is not supported",
 }
 
-_REFUSED_LISTS = frozenset(
-    {"modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication", "alora_invocation_tokens"}
-)
+_REFUSED_LISTS = frozenset({"modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication"})
 """Those fields of `_REFUSED_FIELDS` that do nothing where they are empty."""
 
 _MLX_FIELDS = ("fine_tune_type", "lora_parameters")
@@ -169,6 +167,11 @@ class PeftConfig:
     @property
     def use_dora(self) -> bool:
         return bool(self.fields.get("use_dora"))
+
+    @property
+    def invocation_tokens(self) -> tuple[int, ...]:
+        """The tokens from which on an activated adapter (aLoRA) counts; none for an adapter that counts everywhere."""
+        return tuple(self.fields.get("alora_invocation_tokens") or ())
 
     def is_on(self, field: str) -> bool:
         """Whether PEFT computes, or trained, with the variant of this field."""
@@ -263,6 +266,7 @@ def parse_peft_config(text: bytes | memoryview, sites: ModelSites | None = None,
     _check_fields(fields)
     _check_initialisation(fields.get("init_lora_weights", True))
     _check_blocks(fields)
+    _check_invocation(fields)
     max_patterns = None if sites is None else _PATTERNS_PER_COLUMN * sites.num_columns
     patterns = (tuple(_compiled(fields, field, max_patterns, trusts)) for field in ("rank_pattern", "alpha_pattern"))
     return PeftConfig(fields, *patterns)
@@ -331,6 +335,20 @@ def _check_blocks(fields: Mapping[str, Any]) -> None:
         problem = "and use_dora is set, too: PEFT has no such variant"
     if problem:
         raise PeftError(f"{PEFT_CONFIG_FILE}: use_bdlora is {quoted(blocks)}; {problem}")
+
+
+def _check_invocation(fields: Mapping[str, Any]) -> None:
+    """Check the tokens that activate the adapter."""
+    tokens = fields.get("alora_invocation_tokens")
+    if not tokens and isinstance(tokens, list | None):
+        return
+    problem = ""
+    if not isinstance(tokens, list) or not all(type(token_id) is int for token_id in tokens):
+        problem = "a list of token ids is expected"
+    elif other := next((field for field in ("use_dora", "use_bdlora") if not _is_off(field, fields.get(field))), ""):
+        problem = f"and {other} is set, too: PEFT has no such variant"
+    if problem:
+        raise PeftError(f"{PEFT_CONFIG_FILE}: alora_invocation_tokens is {quoted(tokens)}; {problem}")
 
 
 def _is_off(field: str, value: object) -> bool:

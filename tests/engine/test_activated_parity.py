@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -17,18 +15,19 @@ from peft.tuners.lora.variants import calculate_alora_offsets
 from support.engines import Answer, assert_idle, poison_claimed_blocks, run_all
 from support.oracle import ATTENTION, MLP, Oracle
 from support.parity import TINY, TINY_KV_CACHE_BYTES
+from support.sources import NO_BASE
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
-from multilora_client.convert import convert_peft
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import InvalidRequest
-from multilora_engine.lora.format import pack_adapter
-from multilora_engine.lora.layout import NO_TRAITS, AdapterTraits, PackedAdapter
+from multilora_engine.lora.format import content_digest, pack_peft
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
 from multilora_engine.sequences.prompt_log_probs import row_type
 from multilora_wire.layout import AdapterLayout
+from multilora_wire.peft_files import open_peft_directory
 
 INVOCATIONS = {"judge": (7, 9), "guard": (7, 9), "extractor": (300,)}
 JUDGE, GUARD, EXTRACTOR, PLAIN, POSITION = range(5)
@@ -57,14 +56,15 @@ def with_adapters(model_class: Any, config: Any, directory: Path) -> Oracle:
     return oracle
 
 
-def packed(oracle: Oracle, name: str, layout: AdapterLayout, traits: AdapterTraits) -> PackedAdapter:
-    """An adapter's matrices, with these traits."""
-    directory = oracle.adapters[name]
-    matrices = shutil.copytree(directory, directory.with_name(f"{name} alone"), dirs_exist_ok=True)
-    config = json.loads((matrices / "adapter_config.json").read_text())
-    (matrices / "adapter_config.json").write_text(json.dumps(config | {"alora_invocation_tokens": None}))
-    tensors = convert_peft(matrices, "float32")
-    return pack_adapter(torch.from_numpy(tensors.weights), torch.from_numpy(tensors.config), layout, traits)
+def packed(oracle: Oracle, name: str, layout: AdapterLayout) -> PackedAdapter:
+    """An adapter of PEFT's files."""
+    with open_peft_directory(oracle.adapters[name], layout.sites, "") as adapter:
+        return pack_peft(adapter, layout, NO_BASE)
+
+
+def without_traits(packed: PackedAdapter, layout: AdapterLayout) -> PackedAdapter:
+    """The same matrices, of which nothing says where they begin to count."""
+    return PackedAdapter(content_digest(packed.rows, packed.pages, layout.lora_dtype), packed.rows, packed.pages)
 
 
 def make_engine(oracle: Oracle, tokenizer: Path, num_blocks: int | None = None, **options: Any) -> Engine:
@@ -86,10 +86,9 @@ def make_engine(oracle: Oracle, tokenizer: Path, num_blocks: int | None = None, 
     )
     engine = Engine(config)
     layout = engine.info.adapter_layout
-    for task_id, (name, tokens) in enumerate(INVOCATIONS.items()):
-        engine.put_adapter(task_id, packed(oracle, name, layout, AdapterTraits(invocation_tokens=tokens)))
-    engine.put_adapter(PLAIN, packed(oracle, "plain", layout, NO_TRAITS))
-    engine.put_adapter(POSITION, packed(oracle, "judge", layout, NO_TRAITS))
+    for task_id, name in enumerate([*INVOCATIONS, "plain"]):
+        engine.put_adapter(task_id, packed(oracle, name, layout))
+    engine.put_adapter(POSITION, without_traits(packed(oracle, "judge", layout), layout))
     return engine
 
 

@@ -84,7 +84,12 @@ def test_a_sound_adapter_is_read_with_and_without_pefts_prefix(tmp_path: Path) -
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices"),
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
-        ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
+        ({"alora_invocation_tokens": "<|check|>"}, "alora_invocation_tokens is .*; a list of token ids is expected"),
+        ({"alora_invocation_tokens": [5, True]}, "a list of token ids is expected"),
+        ({"alora_invocation_tokens": [5.0]}, "a list of token ids is expected"),
+        ({"alora_invocation_tokens": 0}, "a list of token ids is expected"),
+        ({"alora_invocation_tokens": [5], "use_dora": True}, "and use_dora is set, too: PEFT has no such variant"),
+        ({"alora_invocation_tokens": [5], "use_bdlora": {}}, "and use_bdlora is set, too"),
         ({"use_qalora": True}, "use_qalora"),
         (
             {"invocation_string": "<|start_of_role|>check"},
@@ -121,6 +126,11 @@ def test_a_sound_adapter_is_read_with_and_without_pefts_prefix(tmp_path: Path) -
 def test_a_config_that_cannot_be_served_is_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
     with pytest.raises(REFUSALS, match=message):
         read(write(tmp_path, config))
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(None, ()), ([], ()), ([0, 7, 7], (0, 7, 7))])
+def test_the_tokens_that_activate_an_adapter_are_read(tmp_path: Path, tokens: Any, expected: tuple[int, ...]) -> None:
+    assert read(write(tmp_path, {"alora_invocation_tokens": tokens})).config.invocation_tokens == expected
 
 
 @pytest.mark.parametrize("initialisation", [True, False, "gaussian", "mica", "eva", "orthogonal"])

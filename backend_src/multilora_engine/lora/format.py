@@ -39,7 +39,7 @@ from multilora_engine.lora_config import ADAPTER_RANK_LIMIT
 from multilora_kernels.adapter_codes import LANES, a_header_bytes, panel_bytes
 from multilora_kernels.adapter_quantization import quantize_a, quantize_b
 from multilora_wire.layout import ALIGNMENT_BYTES, AdapterLayout, num_values, round_up
-from multilora_wire.peft_config import PeftError
+from multilora_wire.peft_config import PEFT_CONFIG_FILE, PeftError
 from multilora_wire.peft_files import LinearReader, PeftAdapter, PeftLinear
 from multilora_wire.pieces import Piece, part_bounds, part_offset
 from multilora_wire.sites import WireModule
@@ -90,12 +90,26 @@ def pack_peft(adapter: PeftAdapter, layout: AdapterLayout, base_model: Path) -> 
 
     try:
         reader = LinearReader(adapter, BaseWeights(base_model) if is_dora else None)
-        packed = _pack(rows, pieces_of, layout, NO_TRAITS)
+        packed = _pack(rows, pieces_of, layout, _traits(adapter, layout))
     except (PeftError, AdapterError) as error:
         raise InvalidRequest(str(error).replace(str(base_model), "the base model")) from None
     if not layout.code_bits and not _is_finite(packed.pages.view(TORCH_DTYPES[layout.lora_dtype])):
         raise InvalidRequest(f"the adapter holds values beyond the range of lora_dtype {layout.lora_dtype}")
     return packed
+
+
+def _traits(adapter: PeftAdapter, layout: AdapterLayout) -> AdapterTraits:
+    """What the configuration says beside the matrices. Raises InvalidRequest."""
+    tokens, outer = adapter.config.invocation_tokens, layout.sites.outer
+    try:
+        traits = AdapterTraits(invocation_tokens=tokens)
+    except ValueError as error:
+        raise InvalidRequest(f"{PEFT_CONFIG_FILE}: alora_invocation_tokens: {error}") from None
+    if outer is not None and tokens and max(tokens) >= outer.vocab_size:
+        raise InvalidRequest(
+            f"{PEFT_CONFIG_FILE}: alora_invocation_tokens has {max(tokens)}, expected 0 .. {outer.vocab_size - 1}"
+        )
+    return traits
 
 
 def _pack(

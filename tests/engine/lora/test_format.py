@@ -22,13 +22,13 @@ from support.adapters import SPANNING, TINY, wire_adapter
 from support.sources import NO_BASE
 from transformers import LlamaConfig
 
-from multilora_client import AdapterTensors, convert_peft
+from multilora_client import AdapterError, AdapterTensors, convert_peft
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora.format import TORCH_DTYPES, pack_adapter, pack_peft
 from multilora_engine.lora.layout import MAX_INVOCATION_TOKENS, AdapterTraits, PackedAdapter, page_shape
 from multilora_engine.lora.sources.packing import pack_directory
-from multilora_engine.lora.sources.source import LocalAdapter
+from multilora_engine.lora.sources.source import LocalAdapter, Unusable
 from multilora_wire import peft_files
 from multilora_wire.layout import AdapterLayout, adapter_layout, adapter_pages, num_values
 from multilora_wire.peft_files import read_peft
@@ -363,6 +363,39 @@ def test_an_adapter_has_one_digest_as_tensors_as_files_and_from_a_source(
     assert torch.equal(as_files.pages, as_tensors.pages)
     assert torch.equal(from_source.pages, as_tensors.pages)
     assert as_files.digest == from_source.digest == as_tensors.digest
+
+
+def pack_folder(folder: Path, layout: AdapterLayout = TINY) -> PackedAdapter:
+    return pack_directory(LocalAdapter(folder, folder, revision="1", name="x"), layout, NO_BASE)
+
+
+@pytest.mark.parametrize("lora_dtype", ["float32", "int8"])
+def test_the_tokens_that_activate_an_adapter_come_with_its_files(tmp_path: Path, lora_dtype: str) -> None:
+    layout, matrices = adapter_layout(TINY.sites, 16, lora_dtype), peft_tensors(torch.float32, is_dora=False)
+    plain = pack_folder(write_peft(tmp_path / "plain", matrices), layout)
+    activated = pack_folder(write_peft(tmp_path / "activated", matrices, alora_invocation_tokens=[3, 7]), layout)
+    traits = AdapterTraits(invocation_tokens=(3, 7))
+    assert (activated.traits, plain.traits) == (traits, AdapterTraits())
+    assert torch.equal(activated.pages, plain.pages)
+    assert activated.digest == traits.digest(plain.digest) != plain.digest
+    with pytest.raises(AdapterError, match=r"alora_invocation_tokens is \(3, 7\), which the two tensors cannot tell"):
+        convert_peft(tmp_path / "activated")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        ([1] * (MAX_INVOCATION_TOKENS + 1), "there are 257 invocation tokens, at most 256"),
+        ([5, -1], "the invocation tokens have -1"),
+        ([5, 311], r"has 311, expected 0 \.\. 310"),
+    ],
+)
+def test_tokens_that_can_activate_nothing_are_refused(tmp_path: Path, tokens: list[int], says: str) -> None:
+    sites = decoder_sites(num_layers=3, hidden_size=24, q_size=40, kv_size=8, intermediate_size=56, vocab_size=311)
+    matrices = peft_tensors(torch.float32, is_dora=False)
+    folder = write_peft(tmp_path / "x", matrices, alora_invocation_tokens=tokens)
+    with pytest.raises(Unusable, match=f"alora_invocation_tokens:? {says}"):
+        pack_folder(folder, adapter_layout(sites, 16, "float32"))
 
 
 def wire_weights(tensors: AdapterTensors) -> torch.Tensor:
