@@ -40,7 +40,10 @@ _ENVIRONMENT_REFERENCE = re.compile(r"\$\{(\w+)\}")
 
 
 class EngineConfig(BaseModel):
-    """All parameters of the engine. Frozen: a derived value lives in the class that derives it."""
+    """All parameters of the engine. Frozen: a derived value lives in the class that derives it.
+
+    Fields without a description are no parameters: only tests and scripts set them, as arguments.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -71,9 +74,6 @@ class EngineConfig(BaseModel):
         int, Field(ge=0, description="Most tokens of prompt and answer together. 0: the checkpoint's own limit.")
     ] = 0
     max_num_seqs: Annotated[int, Field(ge=1, le=4096, description="Sequences that may run at once.")] = 64
-    max_beam_width: Annotated[
-        int, Field(ge=1, le=64, description="Widest beam search accepted; each beam takes one of max_num_seqs.")
-    ] = 8
     max_num_batched_tokens: Annotated[
         int,
         Field(
@@ -106,18 +106,6 @@ class EngineConfig(BaseModel):
         bool,
         Field(description="An anonymous client may stop a request only by the `stop_id` that the server gave."),
     ] = False
-    max_prompt_bytes: Annotated[
-        ByteSize,
-        Field(
-            ge=1, description="Longest text or chat of one prompt, in bytes; longer ones are refused before tokenizing."
-        ),
-    ] = ByteSize(4 << 20)
-    max_uploads_per_client: Annotated[
-        int,
-        Field(
-            ge=1, description="Adapters that a known client may send at once; unknown clients share room for as many."
-        ),
-    ] = 8
     inter_token_latency_target_ms: Annotated[
         Literal["auto"] | Annotated[float, Field(ge=0)],
         Field(
@@ -125,19 +113,9 @@ class EngineConfig(BaseModel):
             "step without prompts (2 times in a burst or beside other clients); 0: off."
         ),
     ] = "auto"
-    stream_interval: Annotated[
-        int, Field(ge=1, description="Tokens in each streamed response (the first has one). Larger values cost less.")
-    ] = 1
-    block_size: Annotated[int, Field(ge=1, le=1024, description="Tokens of one KV cache block.")] = 16
     enable_prefix_caching: Annotated[
         bool, Field(description="Reuse keys and values of a prompt's beginning for later prompts of the same adapter.")
     ] = True
-    enable_cuda_graphs: Annotated[
-        _Switch, Field(description="Replay steps on a GPU as CUDA graphs. `auto`: if they pass the self-test at start.")
-    ] = "auto"
-    enable_async_scheduling: Annotated[
-        _Switch, Field(description="Prepare a step while a GPU computes one. `auto`: if the GPU passes the self-test.")
-    ] = "auto"
     kv_cache_memory_bytes: Annotated[
         ByteSize,
         Field(ge=0, description="Bytes of the KV cache. 0: all memory left on a GPU, 1 GiB on a CPU."),
@@ -172,6 +150,12 @@ class EngineConfig(BaseModel):
         bool, Field(description="Default of the input of this name: leave the prompt out of one-response answers.")
     ] = False
     lora: LoRAConfig = LoRAConfig()
+    block_size: int = 16
+    """Tokens of one block of the KV cache."""
+    enable_cuda_graphs: _Switch = "auto"
+    """Replay a GPU's steps as CUDA graphs. `auto`: if the graphs pass the self-test at start."""
+    enable_async_scheduling: _Switch = "auto"
+    """Prepare a step while the step before computes. `auto`: on a GPU."""
 
     @model_validator(mode="after")
     def _check_together(self) -> EngineConfig:
@@ -240,6 +224,13 @@ class EngineConfig(BaseModel):
 
 
 _RETIRED = {
+    "stream_interval": "every token of a stream has a response of its own",
+    "block_size": "a block of the KV cache has 16 tokens",
+    "enable_cuda_graphs": "a GPU replays its steps as CUDA graphs if the graphs pass the self-test at start",
+    "enable_async_scheduling": "a GPU computes a step while the next one is prepared",
+    "max_uploads_per_client": "a known client may send 8 adapters at once",
+    "max_beam_width": "a request may have 8 beams",
+    "max_prompt_bytes": "the text of a prompt may have 4 MiB",
     "allow_slow_operators": "a GPU operator that fails the self-test stops the load",
     "max_queue_share": "one client may hold half of max_queue_size",
     "max_sequences_per_request": "a request may have 512",
@@ -271,7 +262,7 @@ def parameter_descriptions() -> dict[str, tuple[object, str]]:
     return {
         name: (None if field.is_required() else field.default, field.description or "")
         for name, field in fields.items()
-        if name != "lora"
+        if field.description is not None
     }
 
 

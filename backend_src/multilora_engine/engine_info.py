@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CallLimits:
-    """The most that one request may ask for; `max_logits_bytes_in_flight` is of all requests at one model.
+    """The most that one request may ask for, or one client at once.
 
-    max_prompt_bytes: the parameter of this name.
+    max_prompt_bytes: of the text or the chat of one prompt, and of the text that the chat template makes of a chat.
     max_sequences_per_request: rows of a request times `num_return_sequences` or beams.
     max_prompt_tokens_per_request: a prompt counts once for each of its sequences.
     max_prompt_log_probs_per_request: prompt tokens with log-probs, times one more than the likeliest told of each.
@@ -31,9 +31,12 @@ class CallLimits:
     max_guides_per_request: different guides.
     max_metadata_bytes: parameters of a request, headers among them, as JSON.
     max_logits_bytes, max_streamed_logits_bytes: while a model sends logits, its other answers wait.
+    max_logits_bytes_in_flight: of all requests at one model.
+    max_uploads_per_client: adapters that a known client may send at once; unknown clients share room for as many.
+    max_beam_width: each beam takes one of `max_num_seqs` places.
     """
 
-    max_prompt_bytes: int
+    max_prompt_bytes: int = 4 << 20
     max_sequences_per_request: int = 512
     max_prompt_tokens_per_request: int = 1 << 19
     max_prompt_log_probs_per_request: int = 1 << 20
@@ -45,6 +48,8 @@ class CallLimits:
     max_logits_bytes: int = 64 << 20
     max_streamed_logits_bytes: int = 16 << 20
     max_logits_bytes_in_flight: int = 256 << 20
+    max_uploads_per_client: int = 8
+    max_beam_width: int = 8
 
 
 @dataclass(frozen=True)
@@ -85,10 +90,8 @@ class EngineInfo:
     add_special_tokens: bool
     exclude_input_in_output: bool
     special_tokens_in_messages: bool
-    stream_interval: int
     limits: CallLimits
     max_adapter_bytes: int
-    max_uploads_per_client: int
     adapter_layout: AdapterLayout
     kv_cache_tokens: int
     device: str

@@ -18,9 +18,9 @@
           AdapterCacheFull                        every cached adapter is pinned by a request in flight
           AdapterNotLoaded                        copying a cached adapter to where it is needed failed this time
           AdapterNotKept                          an uploaded adapter cannot be written to the disk tier
-          TooManyUploads                          a client sends more than `max_uploads_per_client` at once
+          TooManyUploads                          a client sends more adapters at once than it may
           TooManyUploadBytes                      unknown clients send more bytes of adapters at once than one known may
-          TooManyLogits                           the logits asked for exceed `max_logits_bytes_in_flight`
+          TooManyLogits                           the requests at a model ask for more logits than they may
           GuidesFull                              the guides in use take all the memory that guides may
           GuideTimeout                            a guide was not compiled in time
           QueueFull                               `max_queue_size` requests are waiting already
@@ -237,7 +237,7 @@ class AdapterNotKept(Unavailable):
 
 
 class TooManyUploads(Unavailable):
-    """One client sends more adapters at once than `max_uploads_per_client`."""
+    """One client sends as many adapters at once as it may."""
 
     def __init__(self, num_uploads: int) -> None:
         super().__init__(f"{num_uploads} adapters of this client are being uploaded already")
@@ -249,17 +249,17 @@ class TooManyUploadBytes(Unavailable):
     def __init__(self, bytes_in_flight: int, num_bytes: int, max_bytes: int) -> None:
         super().__init__(
             f"the adapter has {num_bytes} bytes, {bytes_in_flight} of clients without a name are being uploaded "
-            f"already, and max_uploads_per_client times lora_max_adapter_bytes is {max_bytes}"
+            f"already, and together they may have {max_bytes}"
         )
 
 
 class TooManyLogits(Unavailable):
-    """The requests in flight at one model ask for more logits than `max_logits_bytes_in_flight`."""
+    """The requests in flight at one model ask for more logits than they may."""
 
     def __init__(self, bytes_in_flight: int, num_bytes: int, max_bytes: int) -> None:
         super().__init__(
-            f"the request asks for {num_bytes} bytes of logits, {bytes_in_flight} are in flight, and "
-            f"max_logits_bytes_in_flight is {max_bytes}"
+            f"the request asks for {num_bytes} bytes of logits, {bytes_in_flight} are in flight, and together they may "
+            f"have {max_bytes}"
         )
 
 

@@ -320,7 +320,6 @@ def main(
     rank: Annotated[int, typer.Option(help="Rank of the adapters, which are on all linear layers.")] = 16,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
     output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
-    stream_interval: Annotated[int, typer.Option(help="The server's `stream_interval`: tokens of a response.")] = 1,
     model: Annotated[Path | None, typer.Option(help="Checkpoint to serve; default: the embedded model.")] = None,
     update_docs: Annotated[
         bool, typer.Option("--docs", help="Write the tables and plots of docs/performance.md; its text is yours.")
@@ -329,8 +328,6 @@ def main(
     """Measure tokens/s and times through a server that this command starts and stops."""
     if unknown := set(part) - set(PARTS):
         raise typer.BadParameter(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    if update_docs and stream_interval != 1:
-        raise typer.BadParameter("--docs writes the tables of the default stream_interval, 1")
     source = measured_source() if update_docs else ""
     console = Console()
     setting = Setting(
@@ -344,7 +341,7 @@ def main(
         output_tokens=output_tokens,
     )
     results, quantized = Results(), list[Row]()
-    serve = partial(started_server, console=console, overrides={"stream_interval": str(stream_interval)})
+    serve = partial(started_server, console=console)
     if chosen := [name for name in PARTS if name in (part or PARTS) and name != "quantized"]:
         with serve(setting.model) as server, Progress(console=console) as progress:
             results = asyncio.run(measure(server, setting, chosen, progress))
@@ -355,7 +352,7 @@ def main(
     if results.stages:
         report_load(results.stages, output, console)
     if rows := [*result_rows(results), *quantized]:
-        title = f"{setting.model.name}, streams of {stream_interval} tokens a response, medians, {threads_title()}"
+        title = f"{setting.model.name}, medians, {threads_title()}"
         report(rows, title, output, "serving", console)
     if update_docs:
         write_tables(results, setting.concurrency, source)

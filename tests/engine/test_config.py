@@ -17,7 +17,7 @@ def checkpoint(tmp_path: Path) -> str:
 
 
 def test_empty_values_and_unset_references_mean_the_default(checkpoint: str) -> None:
-    parameters = {"model_path": "${MODEL}", "block_size": "", "dtype": "${UNSET}", "max_loras": " "}
+    parameters = {"model_path": "${MODEL}", "max_num_seqs": "", "dtype": "${UNSET}", "max_loras": " "}
     config = EngineConfig.from_parameters(parameters, environ={"MODEL": checkpoint})
     assert config == EngineConfig(model_path=Path(checkpoint))
 
@@ -46,7 +46,7 @@ def test_values_are_read_in_their_types(checkpoint: str) -> None:
     [
         ({"max_lora": "3"}, r"unknown parameter max_lora, did you mean max_loras or .*\? \(docs"),
         ({"zzz": "3"}, r"^unknown parameter zzz \(docs/configuration.md"),
-        ({"block_size": "x"}, "parameter block_size='x'"),
+        ({"max_num_seqs": "x"}, "parameter max_num_seqs='x'"),
         ({"max_lora_rank": "257"}, "parameter max_lora_rank='257'.*256"),
         ({"lora_on_conflict": "ignore"}, "lora_on_conflict='ignore'.*'refuse' or 'replace'"),
         ({"lora_dtype": "int2"}, "lora_dtype='int2': .*'bfloat16'.*'int8', 'fp8' or 'int4'"),
@@ -57,7 +57,7 @@ def test_values_are_read_in_their_types(checkpoint: str) -> None:
         ),
         ({"model_path": "/nowhere"}, "model_path: /nowhere is not there; give the directory"),
         ({"tokenizer_path": "/nowhere"}, "tokenizer_path: /nowhere is no directory"),
-        ({"stream_interval": "9" * 20}, f"stream_interval: {'9' * 20} is beyond 4611686018427387904; write a smaller"),
+        ({"max_queue_size": "9" * 20}, f"max_queue_size: {'9' * 20} is beyond 4611686018427387904; write a smaller"),
         ({"lora_max_adapter_bytes": "9" * 20}, "lora_max_adapter_bytes: .* is beyond"),
         ({"num_threads": "100000"}, "parameter num_threads='100000'.*1024"),
         ({"engine_hang_timeout_s": "0.1"}, "engine_hang_timeout_s: 0.1 s are shorter .*; write 1 or more, or 0"),
@@ -67,8 +67,8 @@ def test_values_are_read_in_their_types(checkpoint: str) -> None:
         ),
         ({"enable_prefix_caching": "maybe"}, "^parameter enable_prefix_caching='maybe': write true or false$"),
         (
-            {"enable_cuda_graphs": "perhaps"},
-            "^parameter enable_cuda_graphs='perhaps': Input should be 'auto', or write true or false$",
+            {"inter_token_latency_target_ms": "perhaps"},
+            "^parameter inter_token_latency_target_ms='perhaps': Input should be 'auto', or write a number$",
         ),
     ],
 )
@@ -101,6 +101,10 @@ def _shown(default: object) -> str:
     ("name", "advice"),
     [
         ("max_words_per_request", "4096"),
+        ("max_beam_width", "8 beams"),
+        ("max_prompt_bytes", "4 MiB"),
+        ("enable_cuda_graphs", "pass the self-test at start"),
+        ("block_size", "16 tokens"),
         ("allow_slow_operators", "stops the load"),
         ("unpacked_weights", "switches modules while the server runs"),
         ("unpacked_weights_memory_bytes", "the memory that all else leaves"),

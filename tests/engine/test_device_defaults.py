@@ -43,15 +43,15 @@ def test_what_is_written_stays_and_what_is_not_depends_on_the_device(
     [
         ("cpu", {}, (False, False)),
         ("cuda", {}, ("auto", True)),
-        ("cuda", {"enable_cuda_graphs": "false", "enable_async_scheduling": "false"}, (False, False)),
-        ("cuda:1", {"enable_cuda_graphs": "true", "enable_async_scheduling": "true"}, (True, True)),
-        ("cpu", {"enable_async_scheduling": "true"}, (False, True)),
+        ("cuda", {"enable_cuda_graphs": False, "enable_async_scheduling": False}, (False, False)),
+        ("cuda:1", {"enable_cuda_graphs": True, "enable_async_scheduling": True}, (True, True)),
+        ("cpu", {"enable_async_scheduling": True}, (False, True)),
     ],
 )
 def test_graphs_and_asynchronous_steps_are_a_gpus_unless_they_are_written(
-    tmp_path: Path, device: str, written: dict[str, str], expected: tuple[object, bool]
+    tmp_path: Path, device: str, written: dict[str, bool], expected: tuple[object, bool]
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    config = EngineConfig.from_parameters({"model_path": str(tmp_path), **written}, environ={})
+    config = EngineConfig.model_validate({"model_path": tmp_path, **written})
     resolved = on_device(config, device)
     assert (resolved.enable_cuda_graphs, resolved.enable_async_scheduling) == expected

@@ -55,9 +55,9 @@ EXPECTED_ERRORS = frozenset({"NOT_FOUND", "UNAVAILABLE", "CANCELLED"})
 ANSWER_TIMEOUT_S = 120.0
 _START_TIMEOUT_S = 120.0
 _MAX_PROMPT_TOKENS = 48
-_BLOCK_SIZE = 4
-_BLOCKS_PER_CLIENT = 5
-"""A third of the blocks of the longest requests, so that some are preempted and compute their prompts twice."""
+_BLOCK_SIZE = 16
+_BLOCKS_PER_CLIENT = 2
+"""Half of the blocks of the longest requests, so that some are preempted and compute their prompts twice."""
 
 
 @dataclass
@@ -353,7 +353,6 @@ def engine_parameters(directory: Path, layout: AdapterLayout, options: Options) 
         "device": "cpu",
         "num_threads": "1",
         "max_num_seqs": str(options.num_clients),
-        "block_size": str(_BLOCK_SIZE),
         "kv_cache_memory_bytes": str(options.num_clients * _BLOCKS_PER_CLIENT * kv_block_bytes),
         "max_lora_rank": str(MAX_RANK),
         "max_loras": str(options.device_adapters),

@@ -38,7 +38,7 @@ from multilora_engine.dynamo.fleet_router import FleetRouter
 from multilora_engine.dynamo.front_uploads import FrontUploads
 from multilora_engine.dynamo.relay import FleetRelay
 from multilora_engine.dynamo.workers import Workers
-from multilora_engine.engine_info import CallLimits, ClientPolicy, EngineInfo
+from multilora_engine.engine_info import ClientPolicy, EngineInfo
 from multilora_engine.errors import ConfigError, RequestError
 from multilora_engine.log_lines import configure_logging
 from multilora_engine.process.liveness import DrainOrder, Heartbeat
@@ -157,7 +157,7 @@ def check_alike(told: list[Described]) -> None:
     if len(facts) > 1:
         raise ConfigError(
             f"{len(told)} workers of the fleet serve {len(facts)} different models, or with different parameters; all "
-            "need the same checkpoint, dtype, kv_cache_dtype, lora parameters, block_size and version"
+            "need the same checkpoint, dtype, kv_cache_dtype, lora parameters and version"
         )
 
 
@@ -174,9 +174,6 @@ def front_info(info: EngineInfo, config: EngineConfig) -> EngineInfo:
         add_special_tokens=config.add_special_tokens,
         exclude_input_in_output=config.exclude_input_in_output,
         special_tokens_in_messages=config.special_tokens_in_messages,
-        stream_interval=config.stream_interval,
-        limits=CallLimits(int(config.max_prompt_bytes)),
-        max_uploads_per_client=config.max_uploads_per_client,
         clients=ClientPolicy.of(config),
     )
 

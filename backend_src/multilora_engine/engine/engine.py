@@ -248,7 +248,7 @@ class Engine:
             max_model_len=base.plan.max_model_len,
             vocab_size=base.config.vocab_size,
             max_logits_bytes=self.info.limits.max_logits_bytes,
-            max_beam_width=min(config.max_beam_width, config.max_num_seqs),
+            max_beam_width=min(self.info.limits.max_beam_width, config.max_num_seqs),
             num_blocks=base.plan.num_blocks,
             block_size=config.block_size,
         )

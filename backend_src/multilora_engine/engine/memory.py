@@ -247,7 +247,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) ->
     if config.max_model_len > kv_tokens or kv_tokens == 0:
         raise ConfigError(
             f"the KV cache holds {kv_tokens} tokens in blocks of {config.block_size}, fewer than max_model_len "
-            f"({wanted}); raise kv_cache_memory_bytes, or write a smaller max_model_len or block_size"
+            f"({wanted}); raise kv_cache_memory_bytes, or write a smaller max_model_len"
         )
     if kv_tokens < min(wanted, _FEWEST_TOKENS):
         raise ConfigError(

@@ -95,16 +95,16 @@ class RequestLimits:
         num_bytes = num_rows * self.vocab_size * _LOGIT_BYTES
         if num_bytes > self.max_logits_bytes:
             raise InvalidRequest(
-                f"the logits of {num_rows} tokens are {num_bytes} bytes, and max_logits_bytes is "
-                f"{self.max_logits_bytes}; ask for fewer tokens, or for top log-probs instead"
+                f"the logits of {num_rows} tokens are {num_bytes} bytes; a request may have "
+                f"{self.max_logits_bytes}: ask for fewer tokens, or for top log-probs instead"
             )
 
     def _check_beams(self, request: GenerationRequest) -> None:
         width = request.sampling.beam_width
         if not 1 <= width <= self.max_beam_width:
             raise InvalidRequest(
-                f"beam_width is {width}, expected 1 .. {self.max_beam_width} (max_beam_width, and no more than "
-                "max_num_seqs)"
+                f"beam_width is {width}; a request may have 1 .. {self.max_beam_width} beams, and no more than "
+                "max_num_seqs"
             )
         check_beam_sampling(request.sampling)
         num_tokens = len(request.prompt_token_ids) + self.max_output_tokens(request)

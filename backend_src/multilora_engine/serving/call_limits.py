@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from multilora_engine.engine_info import CallLimits, EngineInfo
+from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.request import SamplingParams
 from multilora_engine.serving.request_parser import GenerateCall
@@ -21,17 +21,19 @@ def check_call(call: GenerateCall, info: EngineInfo, can_stream: bool = False) -
     """
     limits, width = info.limits, call.sampling[0].beam_width
     num_sequences = len(call.prompts) * (width if call.is_search else call.num_sequences)
-    _check("sequences", num_sequences, "max_sequences_per_request", limits)
+    _check("sequences", num_sequences, limits.max_sequences_per_request)
     num_prompt_tokens = sum(map(len, call.prompts)) * call.requests_per_row
-    _check("prompt tokens", num_prompt_tokens, "max_prompt_tokens_per_request", limits)
-    _check("prompt log-probs", _num_prompt_log_probs(call), "max_prompt_log_probs_per_request", limits)
-    _check("stop words and bad words", _total(call, _num_words), "max_words_per_request", limits)
-    _check("bytes of stop words and bad words", _total(call, _num_word_bytes), "max_word_bytes_per_request", limits)
-    _check("biases", _total(call, lambda sampling: len(sampling.embedding_bias)), "max_biases_per_request", limits)
+    _check("prompt tokens", num_prompt_tokens, limits.max_prompt_tokens_per_request)
+    _check("prompt log-probs", _num_prompt_log_probs(call), limits.max_prompt_log_probs_per_request)
+    _check("stop words and bad words", _total(call, _num_words), limits.max_words_per_request)
+    _check("bytes of stop words and bad words", _total(call, _num_word_bytes), limits.max_word_bytes_per_request)
+    _check("biases", _total(call, lambda sampling: len(sampling.embedding_bias)), limits.max_biases_per_request)
     num_guides = len({sampling.guide for sampling in call.sampling} - {None})
-    _check("different guides", num_guides, "max_guides_per_request", limits)
-    for name in ("max_logits_bytes", *(("max_streamed_logits_bytes",) if can_stream else ())):
-        _check("bytes of logits", logits_bytes(call, info), name, limits)
+    _check("different guides", num_guides, limits.max_guides_per_request)
+    most_logits = (
+        min(limits.max_logits_bytes, limits.max_streamed_logits_bytes) if can_stream else limits.max_logits_bytes
+    )
+    _check("bytes of logits", logits_bytes(call, info), most_logits)
 
 
 def logits_bytes(call: GenerateCall, info: EngineInfo) -> int:
@@ -62,6 +64,6 @@ def _num_word_bytes(sampling: SamplingParams) -> int:
     return word_bytes(sampling.stop_words, sampling.stop_token_sequences + sampling.bad_token_sequences)
 
 
-def _check(noun: str, number: int, name: str, limits: CallLimits) -> None:
-    if number > (most := getattr(limits, name)):
-        raise InvalidRequest(f"the request has {number} {noun} in all, and {name} is {most}; send it in parts")
+def _check(noun: str, number: int, most: int) -> None:
+    if number > most:
+        raise InvalidRequest(f"the request has {number} {noun} in all; a request may have {most}: send it in parts")

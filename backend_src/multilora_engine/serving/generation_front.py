@@ -134,7 +134,7 @@ class GenerationFront(Front):
         requests = [rights.grant(request, call.is_streaming) for request in requests]
         sent, task_ids = call.adapter, {request.task_id for request in requests}
         sent_id = rights.uploaded_task_id(sent.lora_task_id, call.lora_names[0]) if sent else None
-        reply = self._reply(call, rows, responder, tokenizer, info.stream_interval)
+        reply = self._reply(call, rows, responder, tokenizer)
         trace_id = trace_id_of(request)
 
         def submit() -> None:
@@ -178,10 +178,9 @@ class GenerationFront(Front):
         rows: Mapping[str, ReplyRow],
         responder: Responder,
         tokenizer: Tokenizer,
-        stream_interval: int,
     ) -> Reply:
         if call.is_streaming:
-            return StreamReply(responder, rows, call.pad_id, stream_interval)
+            return StreamReply(responder, rows, call.pad_id)
         transcripts = _transcripts(call, rows, responder, tokenizer)
         if self._can_stream and len(transcripts) > 1:
             return EachReply(responder, transcripts, call.pad_id)

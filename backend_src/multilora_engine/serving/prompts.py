@@ -88,4 +88,4 @@ def _reserved() -> frozenset[str]:
 def check_prompt_bytes(name: str, num_bytes: int, info: EngineInfo) -> None:
     """Raises InvalidRequest for a prompt of so many bytes: reading it takes time and memory by the byte."""
     if num_bytes > info.limits.max_prompt_bytes:
-        raise InvalidRequest(f"{name} has {num_bytes} bytes and max_prompt_bytes is {info.limits.max_prompt_bytes}")
+        raise InvalidRequest(f"{name} has {num_bytes} bytes; a prompt may have {info.limits.max_prompt_bytes}")

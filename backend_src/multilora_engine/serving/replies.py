@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multilora_engine.errors import RelayedError, RequestError
-from multilora_engine.process.outbox import join_outputs
 from multilora_engine.request import BeamOutput, TokenLogProb, TokenOutput
 from multilora_engine.serving.outputs import OutputColumns, ReplyRow, RowAnswer
 from multilora_engine.serving.triton_api import TritonRequest, backend_utils, error_response, request_id_of
@@ -138,24 +136,17 @@ class Reply(ABC):
 class StreamReply(Reply):
     """Responses with new tokens and text only. A row's first one leaves at once, and has all values of the prompt."""
 
-    def __init__(self, responder: Responder, rows: Mapping[str, ReplyRow], pad_id: int, interval: int = 1) -> None:
-        """rows: by the engine's request ids. interval: how many new tokens a response waits for, or for the end."""
+    def __init__(self, responder: Responder, rows: Mapping[str, ReplyRow], pad_id: int) -> None:
+        """rows: by the engine's request ids."""
         super().__init__(responder)
         self._rows = rows
         self._open = set(rows)
         self._num_told = dict.fromkeys(rows, 0)
-        self._untold: defaultdict[str, list[TokenOutput]] = defaultdict(list)
         self._prompt_logits: dict[str, PromptLogits] = {}
         self._pad_id = pad_id
-        self._interval = interval
-
-    def _fail(self, error: RequestError) -> None:
-        for outputs in self._untold.values():
-            self._tell(_joined(outputs))
-        super()._fail(error)
 
     def _answer(self, output: TokenOutput) -> None:
-        row = self._rows[output.request_id]
+        row, num_told = self._rows[output.request_id], self._num_told[output.request_id]
         if output.context_logits:
             if output.request_id not in self._prompt_logits:
                 self._prompt_logits[output.request_id] = PromptLogits(output.num_prompt_tokens, row.vocab_size)
@@ -164,26 +155,10 @@ class StreamReply(Reply):
             return
         if output.is_final:
             self._open.remove(output.request_id)
-        num_told = self._num_told[output.request_id]
-        if not output.is_final and num_told > 0 and output.num_output_tokens - num_told < self._interval:
-            self._untold[output.request_id].append(output)
-            return
-        if output.request_id in self._untold:
-            output = _joined([*self._untold.pop(output.request_id), output])
-        self._tell(output)
-
-    def _tell(self, output: TokenOutput) -> None:
-        row, num_told = self._rows[output.request_id], self._num_told[output.request_id]
         logits = self._prompt_logits.pop(output.request_id, None)
         answer = row.answer(output, num_told, logits.rows if logits else None)
         self._num_told[output.request_id] = output.num_output_tokens
         self._responder.respond([answer], self._pad_id, is_final=not self._open)
-
-
-def _joined(outputs: Sequence[TokenOutput]) -> TokenOutput:
-    """One output for those of a request that waited for each other."""
-    (output,) = join_outputs(outputs)
-    return output
 
 
 @dataclass

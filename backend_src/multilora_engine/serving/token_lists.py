@@ -37,9 +37,7 @@ def read_words(inputs: InputTensors, name: str, row: int, limits: CallLimits) ->
     if name not in inputs:
         return []
     if (num_words := inputs.array(name).size) > limits.max_words_per_request:
-        raise InvalidRequest(
-            f"{name} has {num_words} words and max_words_per_request is {limits.max_words_per_request}"
-        )
+        raise InvalidRequest(f"{name} has {num_words} words; a request may have {limits.max_words_per_request}")
     words = inputs.texts(name, row)
     _check_bytes(name, sum(len(word.encode()) for word in words), limits)
     return words
@@ -146,4 +144,4 @@ def _read_vector(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: To
 
 def _check_bytes(name: str, num_bytes: int, limits: CallLimits) -> None:
     if num_bytes > (most := limits.max_word_bytes_per_request):
-        raise InvalidRequest(f"{name} has {num_bytes} bytes and max_word_bytes_per_request is {most}")
+        raise InvalidRequest(f"{name} has {num_bytes} bytes; the words of a request may have {most}")

@@ -94,7 +94,7 @@ def parameters_of(request: TritonRequest, max_metadata_bytes: int) -> dict[str, 
     except UnicodeDecodeError:
         raise InvalidRequest("a header or parameter of the request is not UTF-8") from None
     if (num_bytes := len(text.encode())) > max_metadata_bytes:
-        raise InvalidRequest(f"the parameters have {num_bytes} bytes and max_metadata_bytes is {max_metadata_bytes}")
+        raise InvalidRequest(f"the parameters have {num_bytes} bytes; a request may have {max_metadata_bytes}")
     values: dict[str, list[str]] = {}
     for name, value in json.loads(text, object_pairs_hook=list):
         values.setdefault(name.lower(), []).append(str(value))

@@ -1,9 +1,9 @@
 """`Uploads`: how many adapters clients may be sending at once. A front holds their weights until the engine has them.
 
-A known client is the tenant of an API key, or named by a proxy: it may send `max_uploads_per_client` adapters at once.
-Triton tells a model nothing of the connection, so unknown clients cannot be counted one by one. They share the bytes
-that one known client may hold, `max_uploads_per_client` times `lora_max_adapter_bytes`: adapters of usual sizes from
-many clients fit, and the front's memory has the same bound.
+A known client is the tenant of an API key, or named by a proxy. Such a client may send
+`CallLimits.max_uploads_per_client` adapters at once. Triton tells a model nothing of the connection, so unknown clients
+cannot be counted one by one. They share the bytes that one known client may hold, the same number times
+`lora_max_adapter_bytes`: adapters of usual sizes from many clients fit, and the memory of the front has the same bound.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Uploads:
 
         Raises TooManyUploads, TooManyUploadBytes.
         """
-        most = info.max_uploads_per_client
+        most = info.limits.max_uploads_per_client
         if sender.is_known:
             client = sender.name or sender.key_id
             return self._of_known.begin(client, 1, most, lambda num_uploads, _: TooManyUploads(num_uploads))

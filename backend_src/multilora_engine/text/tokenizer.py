@@ -102,7 +102,7 @@ class Tokenizer:
         pieces = plain.pieces(text)
         if max_bytes is not None and (num_bytes := sum(len(piece.encode()) for piece in pieces)) > max_bytes:
             raise InvalidRequest(
-                f"the model's chat template makes {num_bytes} bytes of the messages and max_prompt_bytes is {max_bytes}"
+                f"the model's chat template makes {num_bytes} bytes of the messages; a prompt may have {max_bytes}"
             )
         if add_special_tokens:
             bare = Encoding.merge([self._backend.encode(piece, add_special_tokens=False) for piece in pieces], False)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from multilora_engine.config import parameter_descriptions, unknown_parameters
+from multilora_engine.engine_info import CallLimits
 from multilora_engine.errors import ConfigError
 from multilora_engine.tritonserver.repository import CONFIG_NAME, ENGINE_MODEL, model_names, read_config
 from multilora_engine.tritonserver.upstream_models import UpstreamModels, add_upstream_models
@@ -39,7 +40,7 @@ _KV_CACHE = "see kv_cache_memory_bytes and gpu_memory_utilization, which mean so
 _WHOLE_CONTEXT = "every token attends to the whole context that the model gives it"
 _OWN_KERNELS = "it chooses among kernels of TensorRT-LLM"
 _ONE_ENGINE = "one engine computes prompts and answers"
-_CUDA_GRAPHS = "see enable_cuda_graphs"
+_CUDA_GRAPHS = "a GPU replays its steps as CUDA graphs, of sizes that the engine chooses"
 _METRICS = "the metrics are always on, and cost nothing that could be saved"
 
 IGNORED: Mapping[str, str] = MappingProxyType(
@@ -79,7 +80,8 @@ IGNORED: Mapping[str, str] = MappingProxyType(
         "logits_datatype": "logits are FP32",
         "max_attention_window_size": _WHOLE_CONTEXT,
         "sink_token_length": _WHOLE_CONTEXT,
-        "enable_trt_overlap": "see enable_async_scheduling",
+        "enable_trt_overlap": "a GPU always computes a step while the next one is prepared",
+        "max_beam_width": f"a request may have {CallLimits.max_beam_width} beams",
         "enable_context_fmha_fp32_acc": _OWN_KERNELS,
         "multi_block_mode": _OWN_KERNELS,
         "cuda_graph_mode": _CUDA_GRAPHS,

@@ -32,7 +32,7 @@ _INVALID = "invalid_value"
 _CONTEXT_LENGTH = "context_length_exceeded"
 _MAX_QUOTED = 60
 _TOO_MANY_TOKENS = re.compile(r"the prompt has (\d+) tokens and max_model_len is (\d+)")
-_TOO_MANY_BYTES = re.compile(r"has \d+ bytes and max_prompt_bytes is \d+")
+_TOO_MANY_BYTES = re.compile(r"; a prompt may have \d+")
 
 _PROTOCOL_NAMES: Mapping[str, str] = {
     "bad_words_list": "bad_words",

@@ -184,10 +184,10 @@ def test_a_model_name_picks_its_adapter(
     ("error", "told"),
     [
         (
-            "stop_words has 20 words and max_words_per_request is 16",
-            "stop has 20 words and max_words_per_request is 16",
+            "stop_words has 20 words; a request may have 16",
+            "stop has 20 words; a request may have 16",
         ),
-        ("text_input has 9 bytes and max_prompt_bytes is 8", "prompt has 9 bytes and max_prompt_bytes is 8"),
+        ("text_input has 9 bytes; a prompt may have 8", "prompt has 9 bytes; a prompt may have 8"),
         ("bad_words_list, embedding_bias and min_tokens forbid", "bad_words, logit_bias and min_tokens forbid"),
         ("LoRA task 7 of my_input_ids", "LoRA task 7 of my_input_ids"),
     ],
@@ -473,12 +473,12 @@ def test_a_prompt_that_is_too_long_is_refused_in_openais_words(
 
 
 def test_a_prompt_of_too_many_bytes_is_too_long_as_well(front: TestClient, server: Any) -> None:
-    server.error = parse_error("[INVALID_ARG] text_input has 99 bytes and max_prompt_bytes is 9")
+    server.error = parse_error("[INVALID_ARG] text_input has 99 bytes; a prompt may have 9")
     error = front.post(COMPLETION_PATH, json=COMPLETION).json()["error"]
 
     assert (error["code"], error["message"]) == (
         "context_length_exceeded",
-        "prompt has 99 bytes and max_prompt_bytes is 9",
+        "prompt has 99 bytes; a prompt may have 9",
     )
 
 

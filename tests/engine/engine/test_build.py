@@ -29,10 +29,3 @@ def test_a_gpu_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="parameter device=cuda: torch finds no GPU; write device=auto or device=cpu"):
         choose_device(config(tmp_path, device="cuda"))
-
-
-def test_graphs_of_a_gpu_that_is_not_used_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match=r"parameter enable_cuda_graphs=true: .*; write enable_cuda_graphs=auto"):
-        choose_device(config(tmp_path, device="cpu", enable_cuda_graphs=True))
-    assert choose_device(config(tmp_path, enable_cuda_graphs=True)).type == "cuda"

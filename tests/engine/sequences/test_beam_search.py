@@ -307,8 +307,8 @@ def test_at_the_smallest_temperatures_a_search_finds_the_likeliest_tokens(engine
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"beam_width": 9}, InvalidRequest, "beam_width is 9, expected 1 .. 8"),
-        ({"beam_width": 0}, InvalidRequest, "beam_width is 0, expected 1 .. 8"),
+        ({"beam_width": 9}, InvalidRequest, "beam_width is 9; a request may have 1 .. 8 beams"),
+        ({"beam_width": 0}, InvalidRequest, "beam_width is 0; a request may have 1 .. 8 beams"),
         ({"length_penalty": float("nan")}, InvalidRequest, "len_penalty is nan, expected a number in"),
         ({"beam_search_diversity_rate": float("inf")}, InvalidRequest, "beam_search_diversity_rate is inf"),
         ({"temperature": 0.0}, InvalidRequest, "temperature is 0 with beam_width > 1"),

@@ -42,39 +42,39 @@ def rows(sampling: list[SamplingParams], prompt_tokens: int = 1, num_sequences: 
 @pytest.mark.parametrize(
     ("most", "too_much", "message"),
     [
-        (call(4, num_sequences=4), call(17), "17 sequences in all, and max_sequences_per_request is 16"),
+        (call(4, num_sequences=4), call(17), "17 sequences in all; a request may have 16"),
         (call(4, num_sequences=4), call(3, num_sequences=6), "18 sequences"),
         (call(4, beam_width=4), call(5, num_sequences=2, beam_width=4), "20 sequences"),
-        (call(2, 64, 2), call(2, 65, 2), "260 prompt tokens in all, and max_prompt_tokens_per_request is 256"),
+        (call(2, 64, 2), call(2, 65, 2), "260 prompt tokens in all; a request may have 256"),
         (
             call(2, 50, 1, return_prompt_log_probs=True, num_prompt_top_log_probs=4),
             call(2, 50, 1, return_prompt_log_probs=True, num_prompt_top_log_probs=5),
-            "600 prompt log-probs in all, and max_prompt_log_probs_per_request is 500",
+            "600 prompt log-probs in all; a request may have 500",
         ),
         (
             call(2, stop_words=("a", "b"), stop_token_sequences=((1,),), bad_token_sequences=((2,), (3,), (4,))),
             call(1, num_sequences=5, stop_words=("a", "b"), bad_token_sequences=((2,),)),
-            "15 stop words and bad words in all, and max_words_per_request is 12",
+            "15 stop words and bad words in all; a request may have 12",
         ),
         (
             call(2, stop_words=("é" * 4,), stop_token_sequences=((1, 2, 3),), bad_token_sequences=((1, 2, 3),)),
             call(2, stop_words=("é" * 4,), stop_token_sequences=((1, 2, 3),), bad_token_sequences=((1, 2, 3, 4),)),
-            "72 bytes of stop words and bad words in all, and max_word_bytes_per_request is 64",
+            "72 bytes of stop words and bad words in all; a request may have 64",
         ),
         (
             call(2, embedding_bias=tuple((i, 1.0) for i in range(10))),
             call(3, embedding_bias=tuple((i, 1.0) for i in range(7))),
-            "21 biases in all, and max_biases_per_request is 20",
+            "21 biases in all; a request may have 20",
         ),
         (
             rows([SamplingParams(4, guide=SCHEMAS[i % 2]) for i in range(8)]),
             rows([SamplingParams(4, guide=guide) for guide in SCHEMAS]),
-            "3 different guides in all, and max_guides_per_request is 2",
+            "3 different guides in all; a request may have 2",
         ),
         (
             call(1, 60, 2, return_context_logits=True, return_generation_logits=True),
             call(1, 60, 3, return_context_logits=True),
-            "1474560 bytes of logits in all, and max_logits_bytes is 1048576",
+            "1474560 bytes of logits in all; a request may have 1048576",
         ),
     ],
 )
@@ -88,9 +88,9 @@ def test_a_model_that_streams_has_a_limit_of_its_own_on_logits() -> None:
     info = replace(INFO, limits=replace(INFO.limits, max_streamed_logits_bytes=60 * 4 * INFO.vocab_size))
     check_call(call(1, 60, return_context_logits=True), info, can_stream=True)
     check_call(call(1, 61, return_context_logits=True), info)
-    with pytest.raises(InvalidRequest, match="499712 bytes of logits in all, and max_streamed_logits_bytes is 491520"):
+    with pytest.raises(InvalidRequest, match="499712 bytes of logits in all; a request may have 491520"):
         check_call(call(1, 61, return_context_logits=True), info, can_stream=True)
-    with pytest.raises(InvalidRequest, match="and max_logits_bytes is 1048576"):
+    with pytest.raises(InvalidRequest, match="a request may have 491520"):
         check_call(call(3, 60, return_context_logits=True), info, can_stream=True)
 
 

@@ -124,35 +124,6 @@ def test_a_response_of_a_stream_counts_its_own_tokens_and_tells_their_sum() -> N
     assert [made["num_output_tokens_so_far"].tolist() for made in arrays] == [[[n]] for n in (2, 1, 5, 2, 5)]
 
 
-def test_a_row_s_first_response_leaves_at_once_and_others_with_enough_tokens_or_the_end() -> None:
-    request = FakeRequest({})
-    reply = StreamReply(Responder(request), {"a": ReplyRow(0), "b": ReplyRow(1)}, pad_id=0, interval=3)
-    outputs = [token("a", n, so_far=n) for n in range(1, 6)] + [token("b", 9)]
-    sent = []
-    for output in [*outputs, token("a", 6, "stop", so_far=6), token("b", 8, "length", so_far=2)]:
-        tell(reply, output)
-        sent.append(len(request.sender.responses))
-    assert sent == [1, 1, 1, 2, 2, 3, 4, 5]
-    responses = request.sender.wait()
-    assert [response.texts() for response in responses] == [["<1>"], ["<2><3><4>"], ["<9>"], ["<5><6>"], ["<8>"]]
-    assert [r.arrays["output_ids"].ravel().tolist() for r in responses] == [[1], [2, 3, 4], [9], [5, 6], [8]]
-    assert [r.arrays["num_output_tokens"].item() for r in responses] == [1, 3, 1, 2, 1]
-    assert [r.arrays["num_output_tokens_so_far"].item() for r in responses] == [1, 4, 1, 6, 2]
-    assert [r.arrays["finish_reason"].item() for r in responses] == [b"", b"", b"", b"stop", b"length"]
-
-
-def test_tokens_that_wait_for_others_leave_before_an_error() -> None:
-    request = FakeRequest({})
-    reply = StreamReply(Responder(request), {"a": ReplyRow(0), "b": ReplyRow(1)}, pad_id=0, interval=10)
-    for output in (token("a", 1), token("a", 2, so_far=2), token("a", 3, so_far=3), token("b", 4)):
-        tell(reply, output)
-    tell(reply, TokenOutput("b", [], "", error_code="UNAVAILABLE", error_message="the engine is gone"))
-    *told, failed = request.sender.wait()
-    assert [response.texts() for response in told] == [["<1>"], ["<4>"], ["<2><3>"]]
-    assert failed.error is not None
-    assert failed.error.message == "[UNAVAILABLE] the engine is gone (request -)"
-
-
 @pytest.mark.parametrize("kind", [StreamReply, OneReply])
 def test_the_first_output_of_every_response_is_output_ids(kind: type[Reply]) -> None:
     request = FakeRequest({})

@@ -87,14 +87,14 @@ def test_words_that_spell_special_tokens_are_these_tokens(tokenizer: Tokenizer) 
 @pytest.mark.parametrize("words", [["a" * 65], ["é" * 16] * 3])
 def test_words_too_long_together_are_refused(words: list[str]) -> None:
     assert read_words(inputs(bad_words=[["a" * 64]]), "bad_words", 0, INFO.limits) == ["a" * 64]
-    with pytest.raises(InvalidRequest, match=r"bad_words has [0-9]+ bytes and max_word_bytes_per_request is 64"):
+    with pytest.raises(InvalidRequest, match=r"bad_words has [0-9]+ bytes; the words of a request may have 64"):
         read_words(inputs(bad_words=[words]), "bad_words", 0, INFO.limits)
 
 
 def test_words_too_many_in_all_rows_are_refused() -> None:
     rows = [["a"] * 4] * 3
     assert read_words(inputs(bad_words=rows), "bad_words", 2, INFO.limits) == ["a"] * 4
-    with pytest.raises(InvalidRequest, match="bad_words has 16 words and max_words_per_request is 12"):
+    with pytest.raises(InvalidRequest, match="bad_words has 16 words; a request may have 12"):
         read_words(inputs(bad_words=[*rows, ["a"] * 4]), "bad_words", 0, INFO.limits)
 
 
@@ -102,7 +102,7 @@ def test_a_word_list_too_wide_is_refused_before_it_is_taken_apart() -> None:
     token_ids = list(range(16))
     words = inputs(bad_words_list=word_list(token_ids, [16] + [-1] * 15))
     assert read_sequences(words, "bad_words_list", 0, INFO.limits) == (tuple(token_ids),)
-    with pytest.raises(InvalidRequest, match="bad_words_list has 68 bytes and max_word_bytes_per_request is 64"):
+    with pytest.raises(InvalidRequest, match="bad_words_list has 68 bytes; the words of a request may have 64"):
         read_sequences(inputs(bad_words_list=word_list([1] * 17, [17] * 17)), "bad_words_list", 0, INFO.limits)
 
 
