@@ -269,7 +269,7 @@ def _adapter_row(adapter: AdapterInfo) -> list[str]:
         adapter.location,
         f"{adapter.bytes / 1e6:.1f}",
         ",".join(map(str, adapter.ranks)),
-        ("DoRA" if adapter.is_dora else "LoRA") if adapter.ranks else "",
+        ", ".join(adapter.kinds),
         str(adapter.num_pins),
         "yes" if adapter.is_pinned else "",
         _time(adapter.last_used_s) if adapter.last_used_s else "",

@@ -14,6 +14,11 @@ Location = Literal["DEVICE", "HOST", "DISK", "REMOTE"]
 """The fastest tier that has it. REMOTE: no tier has it, only its source."""
 
 
+Kind = Literal["LoRA", "DoRA", "embeddings", "head", "tokens", "activated"]
+"""What an adapter has. LoRA, DoRA: matrices on linears. embeddings, head: matrices on these. tokens: rows of tokens.
+activated: it counts from its invocation tokens on."""
+
+
 class AdapterInfo(msgspec.Struct, frozen=True, gc=False):
     """One adapter of a server at one moment. Plain values, so that it travels between processes; made by the thousand.
 
@@ -21,8 +26,8 @@ class AdapterInfo(msgspec.Struct, frozen=True, gc=False):
     num_pins: requests that use it. is_pinned: an operator keeps it. last_used_s: seconds since the epoch, of its
     insertion if no request has used it. num_hits: requests that have used it since it entered the host tier.
     tenant: whose adapter it is, empty if it belongs to none. module_ids: the wire modules that it has rows for,
-    ascending, where the report is on this adapter alone and its rows are in memory. is_dora: whether any of its rows
-    is; false where only its source has it.
+    ascending, where the report is on this adapter alone and its rows are in memory. kinds: empty where only its source
+    has it. is_dora: whether DoRA is among them.
     """
 
     lora_task_id: int
@@ -39,3 +44,4 @@ class AdapterInfo(msgspec.Struct, frozen=True, gc=False):
     tenant: str = ""
     module_ids: tuple[int, ...] = ()
     is_dora: bool = False
+    kinds: tuple[Kind, ...] = ()

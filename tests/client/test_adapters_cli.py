@@ -36,6 +36,7 @@ PIRATE = {
     "tenant": "",
     "module_ids": [1, 6],
     "is_dora": False,
+    "kinds": ["LoRA"],
 }
 EVENTS = [
     {"kind": "uploaded", "lora_task_id": 7, "digest": "ab" * 32, "time_ns": 10**18, "instance": "h:1", "tenant": ""},
@@ -86,11 +87,11 @@ def test_a_terminal_that_is_too_narrow_cuts_nothing(fake_triton: Any) -> None:
     assert "…" not in shown
 
 
-def test_dora_is_named_where_it_is_known(fake_triton: Any) -> None:
-    remote = {"status": "NOT_DOWNLOADED", "location": "REMOTE", "ranks": []}
-    fake_triton.report = {"adapters": [PIRATE | {"is_dora": True}, PIRATE | remote]}
+def test_kinds_are_named_where_they_are_known(fake_triton: Any) -> None:
+    remote = {"status": "NOT_DOWNLOADED", "location": "REMOTE", "ranks": [], "kinds": []}
+    fake_triton.report = {"adapters": [PIRATE | {"kinds": ["DoRA", "activated"]}, PIRATE | remote]}
     listed = run(fake_triton, "list")
-    assert cells(listed, 1)[7] == "DoRA"
+    assert cells(listed, 1)[7] == "DoRA, activated"
     assert cells(listed, 2)[6:8] == ["", ""]
 
 

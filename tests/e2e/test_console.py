@@ -35,7 +35,7 @@ MESSAGES = [{"role": "user", "content": QUESTION}]
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 COLUMNS = (
     *("lora_task_id", "name", "tenant", "digest", "status", "location", "bytes", "ranks", "num_pins", "is_pinned"),
-    *("last_used_s", "num_hits", "is_dora"),
+    *("last_used_s", "num_hits", "kinds"),
 )
 
 
@@ -74,7 +74,7 @@ def test_a_peft_folder_is_uploaded_pinned_and_unloaded(page: Page, client: Clien
     page.keyboard.press("Escape")
 
     expect(adapter_row(page, "console/json")).to_contain_text(info.digest[:12])
-    expect(adapter_row(page, "console/json").locator(".is_dora")).to_have_text("LoRA")
+    expect(adapter_row(page, "console/json").locator(".kinds")).to_have_text("LoRA")
     expect(page.get_by_role("list", name="Events")).to_contain_text("console/json uploaded")
     adapter_row(page, "console/json").click()
     page.get_by_role("button", name="Pin", exact=True).click()
@@ -247,7 +247,7 @@ def listing(*adapters: dict[str, Any]) -> dict[str, Any]:
         "is_pinned": False,
         "last_used_s": 1.0,
         "num_hits": 0,
-        "is_dora": False,
+        "kinds": ["LoRA"],
     }
     return {"columns": COLUMNS, "rows": [[(plain | adapter)[name] for name in COLUMNS] for adapter in adapters]}
 
@@ -284,7 +284,7 @@ def test_hostile_names_and_answers_are_shown_as_text(page: Page) -> None:
 
 def test_thousands_of_adapters_are_few_elements_to_filter_and_to_sort(page: Page) -> None:
     adapters = [{"lora_task_id": str(2**62 + i), "name": f"adapter-{i:04}", "bytes": i + 1} for i in range(2000)]
-    adapters[1299]["is_dora"] = True
+    adapters[1299]["kinds"] = ["DoRA", "tokens"]
     serve(page, "adapters", lambda route: route.fulfill(json=listing(*adapters)))
     page.reload()
     expect(page.get_by_role("grid")).to_have_attribute("aria-rowcount", "2001")
@@ -297,7 +297,7 @@ def test_thousands_of_adapters_are_few_elements_to_filter_and_to_sort(page: Page
     page.get_by_label("Filter adapters").fill("ADAPTER 1299")
     expect(page.locator("#count")).to_have_text("1 of 2,000")
     expect(page.locator("#adapter-0")).to_contain_text("adapter-1299")
-    expect(page.locator("#adapter-0 .is_dora")).to_have_text("DoRA")
+    expect(page.locator("#adapter-0 .kinds")).to_have_text("DoRA, tokens")
 
 
 def test_a_press_reaches_the_adapter_it_was_meant_for_wherever_the_row_has_gone(page: Page) -> None:

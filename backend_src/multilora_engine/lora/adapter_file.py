@@ -20,9 +20,10 @@ import msgspec
 import torch
 
 from multilora_engine.log_lines import one_line
-from multilora_engine.lora.format import any_dora, check_rows, content_digest, ranks_of
+from multilora_engine.lora.format import check_rows, content_digest, kinds_of, ranks_of
 from multilora_engine.lora.layout import NO_TRAITS, AdapterTraits, PackedRow, page_shape
 from multilora_engine.lora.names import TaskId, label_of, parse_label
+from multilora_wire.adapter_info import Kind
 from multilora_wire.layout import AdapterLayout, PageShape
 
 FORMAT_VERSION = "3"
@@ -73,7 +74,7 @@ class DiskAdapter:
     shape: PageShape
     num_bytes: int
     last_used_s: float
-    is_dora: bool
+    kinds: tuple[Kind, ...]
     traits: AdapterTraits
 
     @property
@@ -248,7 +249,7 @@ def _read_header(fd: int, lora_task_id: TaskId, layout: AdapterLayout) -> _Conte
     if status.st_size != data_start + num_bytes:
         raise DamagedFile(f"it has {status.st_size} bytes, its header accounts for {data_start + num_bytes}")
     rows = _decode_rows(metadata.rows, shape[0], layout)
-    pages = page_shape(rows, shape[0], layout)
+    pages, traits = page_shape(rows, shape[0], layout), _decode_traits(metadata.traits)
     adapter = DiskAdapter(
         lora_task_id,
         metadata.digest,
@@ -257,8 +258,8 @@ def _read_header(fd: int, lora_task_id: TaskId, layout: AdapterLayout) -> _Conte
         pages,
         status.st_size,
         status.st_mtime,
-        any_dora(rows),
-        _decode_traits(metadata.traits),
+        kinds_of(rows, traits),
+        traits,
     )
     return _Contents(adapter, rows, data_start, metadata.pages_digest if layout.code_bits else metadata.digest)
 

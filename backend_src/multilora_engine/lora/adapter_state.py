@@ -22,6 +22,7 @@ from enum import Enum, auto
 
 from multilora_engine.lora.layout import NO_TRAITS, AdapterTraits, PackedRow
 from multilora_engine.lora.names import TaskId
+from multilora_wire.adapter_info import Kind
 from multilora_wire.layout import PageShape
 
 
@@ -208,7 +209,7 @@ def _check(source: State, target: State) -> None:
 class CachedAdapter:
     """One version of one adapter in the host tier. Compared by identity: two versions of an id are two adapters.
 
-    ranks: the different ranks of its rows, ascending. is_dora: whether any of them is DoRA. traits: what it is
+    ranks: the different ranks of its rows, ascending. kinds: what it has, for people. traits: what it is
     beside its matrices. state: of its life cycle.
     name: its source's name for it, if any.
     shape: of the pages it needs; `pages` and `rows` are empty until it has them, and until they are filled.
@@ -231,7 +232,7 @@ class CachedAdapter:
     saved: Future[None] = field(default_factory=Future)
     last_used_s: float = field(default_factory=time.time)
     num_hits: int = 0
-    is_dora: bool = False
+    kinds: tuple[Kind, ...] = ()
     traits: AdapterTraits = NO_TRAITS
 
     def __post_init__(self) -> None:

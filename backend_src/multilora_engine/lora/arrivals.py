@@ -12,7 +12,7 @@ from multilora_engine.lora.adapter_state import AdapterState, CachedAdapter, Fre
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.disk_traffic import DiskTraffic
-from multilora_engine.lora.format import any_dora, ranks_of
+from multilora_engine.lora.format import kinds_of, ranks_of
 from multilora_engine.lora.host_tier import Arrival, HostTier
 from multilora_engine.lora.inventory import Inventory
 from multilora_engine.lora.layout import PackedAdapter, page_shape
@@ -268,8 +268,8 @@ class LoRAManager:
     def _add(self, lora_task_id: TaskId, packed: PackedAdapter, name: str) -> CachedAdapter:
         state = AdapterState(self._traffic.file_state(lora_task_id))
         ranks, shape = ranks_of(packed.rows), self._shape_of(packed)
-        is_dora, traits = any_dora(packed.rows), packed.traits
-        adapter = CachedAdapter(lora_task_id, packed.digest, ranks, shape, name, state, is_dora=is_dora, traits=traits)
+        kinds, traits = kinds_of(packed.rows, packed.traits), packed.traits
+        adapter = CachedAdapter(lora_task_id, packed.digest, ranks, shape, name, state, kinds=kinds, traits=traits)
         self._arrive(adapter, Arrival(partial(self._fill, adapter, packed)))
         return adapter
 
@@ -286,9 +286,9 @@ class LoRAManager:
         # Before it can be deleted to make room for other files.
         opened = self._traffic.open(file)
         state = AdapterState(self._traffic.file_state(lora_task_id))
-        is_dora, traits = file.is_dora, file.traits
+        kinds, traits = file.kinds, file.traits
         adapter = CachedAdapter(
-            lora_task_id, file.digest, file.ranks, file.shape, file.name, state, is_dora=is_dora, traits=traits
+            lora_task_id, file.digest, file.ranks, file.shape, file.name, state, kinds=kinds, traits=traits
         )
         self._arrive(adapter, Arrival(partial(self._traffic.read, adapter, opened), opened.close))
         return adapter

@@ -40,7 +40,7 @@ from multilora_engine.lora.adapter_file import (
     write_file_atomically,
 )
 from multilora_engine.lora.adapter_state import File
-from multilora_engine.lora.format import any_dora, ranks_of
+from multilora_engine.lora.format import kinds_of, ranks_of
 from multilora_engine.lora.layout import NO_TRAITS, AdapterTraits, PackedRow, page_shape
 from multilora_engine.lora.life_cycle import OnEvent, TierStats, adapter_event, ignore_event
 from multilora_engine.lora.names import TaskId, label_of, parse_label
@@ -192,8 +192,8 @@ class DiskTier:
         self._make_room(size, on_deleted)
         self._bytes_used += size
         shape = page_shape(rows, len(pages), self._layout)
-        ranks, is_dora = ranks_of(rows), any_dora(rows)
-        adapter = DiskAdapter(lora_task_id, digest, name, ranks, shape, size, time.time(), is_dora, traits)
+        ranks, kinds = ranks_of(rows), kinds_of(rows, traits)
+        adapter = DiskAdapter(lora_task_id, digest, name, ranks, shape, size, time.time(), kinds, traits)
         future = _submit(self._writer, self._write, self._path(lora_task_id), header, rows, pages, traits)
         write = _Write(adapter, future, on_written)
         self._writes.append(write)

@@ -13,7 +13,7 @@ as codes, they become codes here, the B of a module of several sites by itself f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -38,11 +38,12 @@ from multilora_engine.lora.layout import (
 from multilora_engine.lora_config import ADAPTER_RANK_LIMIT
 from multilora_kernels.adapter_codes import LANES, a_header_bytes, panel_bytes
 from multilora_kernels.adapter_quantization import quantize_a, quantize_b
+from multilora_wire.adapter_info import Kind
 from multilora_wire.layout import ALIGNMENT_BYTES, AdapterLayout, num_values, round_up
 from multilora_wire.peft_config import PEFT_CONFIG_FILE, PeftError
 from multilora_wire.peft_files import LinearReader, PeftAdapter, PeftLinear
 from multilora_wire.pieces import Piece, part_bounds, part_offset
-from multilora_wire.sites import WireModule
+from multilora_wire.sites import EMBEDDING_LORA, HEAD_LORA, OUTER_LAYER, ROW_MODULES, WireModule
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -140,9 +141,18 @@ def ranks_of(rows: Iterable[PackedRow]) -> tuple[int, ...]:
     return tuple(sorted({row.rank for row in rows if not row.is_tokens}))
 
 
-def any_dora(rows: Iterable[PackedRow]) -> bool:
-    """Whether a row is DoRA."""
-    return any(row.is_dora for row in rows)
+def kinds_of(rows: Sequence[PackedRow], traits: AdapterTraits) -> tuple[Kind, ...]:
+    """What an adapter has, for people."""
+    module_ids = {row.module_id for row in rows}
+    has: Mapping[Kind, bool] = {
+        "LoRA": any(row.layer != OUTER_LAYER and not row.is_dora for row in rows),
+        "DoRA": any(row.is_dora for row in rows),
+        "embeddings": EMBEDDING_LORA in module_ids,
+        "head": HEAD_LORA in module_ids,
+        "tokens": not module_ids.isdisjoint(ROW_MODULES),
+        "activated": bool(traits.invocation_tokens),
+    }
+    return tuple(kind for kind, is_there in has.items() if is_there)
 
 
 def check_rows(rows: Sequence[PackedRow], num_pages: int, layout: AdapterLayout) -> None:

@@ -88,7 +88,8 @@ class Inventory:
             is_pinned=adapter.state.is_held,
             last_used_s=adapter.last_used_s,
             num_hits=adapter.num_hits,
-            is_dora=adapter.is_dora,
+            is_dora="DoRA" in adapter.kinds,
+            kinds=adapter.kinds,
         )
 
 
@@ -115,5 +116,6 @@ def _describe_file(adapter: DiskAdapter) -> AdapterInfo:
         is_pinned=False,
         last_used_s=adapter.last_used_s,
         num_hits=0,
-        is_dora=adapter.is_dora,
+        is_dora="DoRA" in adapter.kinds,
+        kinds=adapter.kinds,
     )

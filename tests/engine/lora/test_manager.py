@@ -1111,11 +1111,11 @@ def test_an_adapter_with_a_row_of_dora_is_told_from_others_in_every_tier(tmp_pat
         wire.config[1, 3] = 1
         wire.weights[1, a.numel() + b.numel() :][: module.out_size] = 1
     packed = pack_adapter(wire.weights, wire.config, TINY)
-    told: list[tuple[str, bool]] = []
+    told: list[tuple[str, bool, tuple[str, ...]]] = []
 
     def tell() -> None:
         (info,) = (info for info in manager.inventory.describe() if info.lora_task_id == 5)
-        told.append((info.location, info.is_dora))
+        told.append((info.location, info.is_dora, info.kinds))
 
     manager, workers = disk_manager(tmp_path, num_host_pages=len(packed.pages))
     manager.put(5, packed)
@@ -1133,7 +1133,8 @@ def test_an_adapter_with_a_row_of_dora_is_told_from_others_in_every_tier(tmp_pat
     tell()
     manager.memory.release(adapter)
     manager.close()
-    assert told == [("HOST", is_dora), ("DISK", is_dora), ("DISK", is_dora), ("DEVICE", is_dora)]
+    kinds = ("LoRA", "DoRA") if is_dora else ("LoRA",)
+    assert told == [(location, is_dora, kinds) for location in ("HOST", "DISK", "DISK", "DEVICE")]
 
 
 def test_what_is_kept_is_found_after_the_engine_was_killed(tmp_path: Path) -> None:

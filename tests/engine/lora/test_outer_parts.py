@@ -22,7 +22,7 @@ from multilora_engine.lora.adapter_file import (
     write_file_atomically,
 )
 from multilora_engine.lora.device_tier import TableRows
-from multilora_engine.lora.format import ARENA_DTYPES, TORCH_DTYPES, pack_adapter, ranks_of
+from multilora_engine.lora.format import ARENA_DTYPES, TORCH_DTYPES, kinds_of, pack_adapter, ranks_of
 from multilora_engine.lora.free_pages import PagePool
 from multilora_engine.lora.layout import PackedAdapter, page_shape
 from multilora_engine.process.messages import adapter_header, adapter_payload, read_adapter
@@ -188,7 +188,7 @@ def test_a_file_and_a_message_keep_every_part(lora_dtype: str, base: AdapterLayo
     )
     file = describe_file(path, layout)
     assert file.ranks == ranks_of(adapter.rows) == (3, 5, 16)
-    assert file.is_dora
+    assert file.kinds == kinds_of(adapter.rows, adapter.traits) == ("LoRA", "DoRA", "embeddings", "head", "tokens")
     assert file.shape == page_shape(adapter.rows, len(adapter.pages), layout)
     pages = torch.empty_like(adapter.pages)
     assert read_file(open_regular(path), file, list(pages), layout) == adapter.rows

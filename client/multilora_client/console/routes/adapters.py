@@ -15,7 +15,7 @@ router = APIRouter()
 
 COLUMNS = (
     *("lora_task_id", "name", "tenant", "digest", "status", "location", "bytes", "ranks", "num_pins", "is_pinned"),
-    *("last_used_s", "num_hits", "is_dora"),
+    *("last_used_s", "num_hits", "kinds"),
 )
 
 

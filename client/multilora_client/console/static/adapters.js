@@ -11,7 +11,7 @@ const COLUMNS = [
   { key: "location", label: "Tier", value: (a) => TIER_ORDER.indexOf(a.location), text: (a) => TIERS[a.location] ?? a.location },
   { key: "bytes", label: "Size", value: (a) => a.bytes, text: (a) => (a.bytes ? bytes(a.bytes) : ""), isNumber: true },
   { key: "ranks", label: "Ranks", value: (a) => a.ranks.at(-1) ?? 0, text: (a) => a.ranks.join(" "), isNumber: true },
-  { key: "is_dora", label: "Kind", value: kind, text: kind },
+  { key: "kinds", label: "Kind", value: kind, text: kind },
   { key: "num_pins", label: "In use", value: (a) => a.num_pins, text: (a) => (a.num_pins ? String(a.num_pins) : ""), isNumber: true },
   { key: "num_hits", label: "Hits", value: (a) => a.num_hits, text: (a) => (a.num_hits ? a.num_hits.toLocaleString("en-US") : ""), isNumber: true },
   { key: "last_used_s", label: "Used", value: (a) => a.last_used_s, text: (a) => ago(a.last_used_s), isNumber: true },

@@ -43,8 +43,8 @@ export const clock = (milliseconds) => new Date(milliseconds).toLocaleTimeString
 /** 1, "adapter" -> "1 adapter". */
 export const plural = (number, noun) => `${number.toLocaleString("en-US")} ${noun}${number === 1 ? "" : "s"}`;
 
-/** "LoRA" or "DoRA"; nothing is known of one that only its source has. */
-export const kind = (adapter) => (adapter.ranks.length ? (adapter.is_dora ? "DoRA" : "LoRA") : "");
+/** "LoRA", "DoRA, tokens"; nothing is known of one that only its source has. */
+export const kind = (adapter) => adapter.kinds.join(", ");
 
 /** A name for people: its own, or its task id. */
 export const title = (adapter) => adapter.name || `#${adapter.lora_task_id}`;
