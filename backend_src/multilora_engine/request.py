@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from multilora_engine.lora.names import TaskId, scoped_task_id
+from multilora_engine.lora.names import SetMember, TaskId, scoped_task_id
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -169,6 +169,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     tells_perf: whether each output has its metrics so far, and not the last one alone.
     lora_start: the position in the prompt from which on the adapter computes; the base computes the tokens before that.
         None: what the adapter's traits say.
+    lora_set: the adapter is the set of these members, as of `checked_members`, and `lora_task_id` its `set_task_id`.
     """
 
     request_id: str
@@ -183,6 +184,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     num_tokens_ahead: int = 0
     tells_perf: bool = False
     lora_start: int | None = None
+    lora_set: tuple[SetMember, ...] = ()
 
     @property
     def task_id(self) -> TaskId | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -70,6 +71,29 @@ def load(
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
         _check_names(which, path)
         _print_adapters([client.load_adapter(_which(adapter), source, path) for adapter in which], as_json)
+
+
+@app.command()
+def combine(
+    ctx: typer.Context,
+    adapter: Annotated[str, typer.Argument(metavar="NAME", help="Name or task id of the set.", show_default=False)],
+    members: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ADAPTER=WEIGHT...", help="Up to 8 adapters, each with its weight in the sum.", show_default=False
+        ),
+    ],
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Have the server make an adapter that is a weighted sum of others that it has.
+
+    \b
+    Example:
+      multilora adapters combine polite-pirate pirate=0.7 polite=0.4
+    """
+    with one_line_errors(), Client(url, tls=ctx.obj) as client:
+        _print_adapters([client.combine_adapters(_which(adapter), _weights(members))], as_json)
 
 
 @app.command()
@@ -227,6 +251,23 @@ def _which(adapter: str) -> int | str:
     return int(adapter) if adapter.isdecimal() else adapter
 
 
+def _weights(members: Sequence[str]) -> dict[int | str, float]:
+    """The weights of the members of a set. Raises InvalidRequest."""
+    weights: dict[int | str, float] = {}
+    for member in members:
+        adapter, _, text = member.rpartition("=")
+        try:
+            weight = float(text)
+        except ValueError:
+            weight = math.nan
+        if not adapter or not math.isfinite(weight):
+            raise InvalidRequest(f"{member!r} is no member of a set: write ADAPTER=WEIGHT, such as pirate=0.7")
+        if (which := _which(adapter)) in weights:
+            raise InvalidRequest(f"{adapter} is in the set twice; name it once, with the sum of its weights")
+        weights[which] = weight
+    return weights
+
+
 def _check_names(which: Sequence[str], path: str) -> None:
     """Raises InvalidRequest for a path instead of a name, and for one `path` with several adapters."""
     if path and len(which) > 1:
@@ -269,12 +310,19 @@ def _adapter_row(adapter: AdapterInfo) -> list[str]:
         adapter.location,
         f"{adapter.bytes / 1e6:.1f}",
         ",".join(map(str, adapter.ranks)),
-        ", ".join(adapter.kinds),
+        _kind(adapter),
         str(adapter.num_pins),
         "yes" if adapter.is_pinned else "",
         _time(adapter.last_used_s) if adapter.last_used_s else "",
         str(adapter.num_hits),
     ]
+
+
+def _kind(adapter: AdapterInfo) -> str:
+    """`LoRA, head`, or the sum that a set is: `0.7 pirate + -0.2 8`."""
+    if adapter.members:
+        return " + ".join(f"{member.weight:.4g} {member.name or member.lora_task_id}" for member in adapter.members)
+    return ", ".join(adapter.kinds)
 
 
 def _event_row(event: AdapterEvent) -> list[str]:

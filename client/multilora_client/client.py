@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import aclosing, closing
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -24,6 +24,7 @@ from multilora_client.operations import (
     AdapterEvents,
     ModelInfo,
     WeightAction,
+    combine_fields,
     load_fields,
     operation_request,
     parse_adapter,
@@ -173,6 +174,15 @@ class Client:
         """
         fields = load_fields(adapter, source, path)
         return parse_adapter(self._transport.infer(operation_request("load", fields)))
+
+    def combine_adapters(self, adapter: int | str, members: Mapping[int | str, float]) -> AdapterInfo:
+        """Have the server make a set, under a task id or a name: the sum of its members' updates times their weights.
+
+        members: weights by task id or name. The set keeps the members' present versions. Returns when it is in host
+        memory. Raises NotFound for an unknown member, AdapterConflict, InvalidRequest, Unsupported.
+        """
+        fields = combine_fields(adapter, members)
+        return parse_adapter(self._transport.infer(operation_request("combine", fields)))
 
     def unload_adapter(self, adapter: int | str, tenant: str = "") -> AdapterInfo:
         """Make the server forget an adapter (a task id or a name). The answer is its record from before.
@@ -329,6 +339,11 @@ class AsyncClient:
         """Have the server fetch an adapter from its sources; see Client.load_adapter."""
         fields = load_fields(adapter, source, path)
         return parse_adapter(await self._transport.infer(operation_request("load", fields)))
+
+    async def combine_adapters(self, adapter: int | str, members: Mapping[int | str, float]) -> AdapterInfo:
+        """Have the server make a set; see Client.combine_adapters."""
+        fields = combine_fields(adapter, members)
+        return parse_adapter(await self._transport.infer(operation_request("combine", fields)))
 
     async def unload_adapter(self, adapter: int | str, tenant: str = "") -> AdapterInfo:
         """Make the server forget an adapter; see Client.unload_adapter."""

@@ -12,6 +12,7 @@ from multilora_client.doors import Door
 from multilora_client.errors import InvalidRequest
 from multilora_client.options import DEFAULT_MAX_TOKENS, ChatOptions, GenerateOptions, check_names
 from multilora_client.tensors import Tensor, numeric_tensor, string_tensor
+from multilora_wire.adapter_names import task_id_of_name
 
 
 def generation_inputs(
@@ -142,6 +143,10 @@ def _sampling_inputs(options: GenerateOptions) -> dict[str, Tensor]:
             inputs[f"guided_decoding_{option}"] = _strings(option, [given[option]])
     if "lora_name" in given:
         inputs |= name_input(given["lora_name"])
+    if "lora_set" in given:
+        members = {task_id_of_name(key) if isinstance(key, str) else key: w for key, w in given["lora_set"].items()}
+        inputs["lora_set_task_ids"] = checked_tensor("lora_set", list(members), np.uint64)
+        inputs["lora_set_weights"] = checked_tensor("lora_set", list(members.values()), np.float32)
     return inputs
 
 

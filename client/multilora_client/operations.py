@@ -14,11 +14,13 @@ from multilora_client.errors import InvalidRequest, ServerFault
 from multilora_client.messages import InferRequest, Response
 from multilora_client.tensors import string_tensor
 from multilora_wire.adapter_event import AdapterEvent
-from multilora_wire.adapter_info import AdapterInfo
+from multilora_wire.adapter_info import AdapterInfo, AdapterMember
 from multilora_wire.layout import AdapterLayout, layout_version
 from multilora_wire.sites import ModelSites
 
-OperationName = Literal["list", "load", "unload", "pin", "unpin", "events", "stats", "layout", "describe", "weights"]
+OperationName = Literal[
+    "list", "load", "unload", "pin", "unpin", "combine", "events", "stats", "layout", "describe", "weights"
+]
 
 WeightAction = Literal["list", "pack", "unpack"]
 
@@ -60,6 +62,12 @@ def which_adapter(adapter: int | str, tenant: str = "") -> dict[str, int | str]:
 def load_fields(adapter: int | str, source: str, path: str) -> dict[str, int | str]:
     """The fields of a `load`. A server that knows no paths refuses the field, so it goes only where there is a path."""
     return which_adapter(adapter) | {"source": source} | ({"path": path} if path else {})
+
+
+def combine_fields(adapter: int | str, members: Mapping[int | str, float]) -> dict[str, Any]:
+    """The fields of a `combine`. members: the weights of the adapters that the set is made of."""
+    named = [which_adapter(member) | {"weight": weight} for member, weight in members.items()]
+    return {**which_adapter(adapter), "members": named}
 
 
 def operation_request(operation: OperationName, fields: Mapping[str, Any] | None = None) -> InferRequest:
@@ -120,7 +128,8 @@ def parse_report(response: Response) -> dict[str, Any]:
 
 
 def _parse_info(fields: Mapping[str, Any]) -> AdapterInfo:
-    return _parse(AdapterInfo, {**fields, "ranks": tuple(fields["ranks"])})
+    members = tuple(_parse(AdapterMember, member) for member in fields.get("members", ()))
+    return _parse(AdapterInfo, {**fields, "ranks": tuple(fields["ranks"]), "members": members})
 
 
 def _parse(kind: type[Parsed], fields: Mapping[str, Any]) -> Parsed:

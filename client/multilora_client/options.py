@@ -66,6 +66,7 @@ class GenerateOptions(ChatOptions, total=False):
     lora_name: the adapter by the name under which the server has it, instead of by its id.
     lora_start: the position in the prompt, in tokens, from which on the adapter computes; the base computes the tokens
         before that. Not given: an activated adapter finds its invocation tokens, any other one computes all tokens.
+    lora_set: the adapter as a sum of adapters that the server has: their weights, by task ids or names.
     end_id: the token that ends the answer instead of the model's own; -1 for none.
     priority: requests with a smaller number are served first; 0 when not given.
     timeout_s: seconds after which the server ends the request. The client waits one second longer, then raises
@@ -108,6 +109,7 @@ class GenerateOptions(ChatOptions, total=False):
     guide: str | None
     lora_name: str | None
     lora_start: int | None
+    lora_set: Mapping[int | str, float] | None
     end_id: int | None
     priority: int | None
     timeout_s: float | None

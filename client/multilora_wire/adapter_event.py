@@ -9,6 +9,7 @@ import msgspec
 EventKind = Literal[
     "uploaded",
     "downloaded",
+    "combined",
     "evicted",
     "loaded_to_device",
     "unloaded_from_device",

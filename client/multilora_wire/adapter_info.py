@@ -19,6 +19,19 @@ Kind = Literal["LoRA", "DoRA", "embeddings", "head", "tokens", "activated"]
 activated: it counts from its invocation tokens on."""
 
 
+class AdapterMember(msgspec.Struct, frozen=True, gc=False):
+    """A member of a set: an adapter whose update, times `weight`, is part of the set's.
+
+    digest: of the version that the set was made of. tenant: whose adapter it is, empty if it belongs to none.
+    """
+
+    lora_task_id: int
+    weight: float
+    digest: str
+    name: str = ""
+    tenant: str = ""
+
+
 class AdapterInfo(msgspec.Struct, frozen=True, gc=False):
     """One adapter of a server at one moment. Plain values, so that it travels between processes; made by the thousand.
 
@@ -27,7 +40,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, gc=False):
     insertion if no request has used it. num_hits: requests that have used it since it entered the host tier.
     tenant: whose adapter it is, empty if it belongs to none. module_ids: the wire modules that it has rows for,
     ascending, where the report is on this adapter alone and its rows are in memory. kinds: empty where only its source
-    has it. is_dora: whether DoRA is among them.
+    has it. is_dora: whether DoRA is among them. members: of a set, by digest; empty for any other adapter.
     """
 
     lora_task_id: int
@@ -45,3 +58,4 @@ class AdapterInfo(msgspec.Struct, frozen=True, gc=False):
     module_ids: tuple[int, ...] = ()
     is_dora: bool = False
     kinds: tuple[Kind, ...] = ()
+    members: tuple[AdapterMember, ...] = ()

@@ -37,6 +37,7 @@ PIRATE = {
     "module_ids": [1, 6],
     "is_dora": False,
     "kinds": ["LoRA"],
+    "members": [],
 }
 EVENTS = [
     {"kind": "uploaded", "lora_task_id": 7, "digest": "ab" * 32, "time_ns": 10**18, "instance": "h:1", "tenant": ""},
@@ -93,6 +94,43 @@ def test_kinds_are_named_where_they_are_known(fake_triton: Any) -> None:
     listed = run(fake_triton, "list")
     assert cells(listed, 1)[7] == "DoRA, activated"
     assert cells(listed, 2)[6:8] == ["", ""]
+
+
+def test_a_set_is_listed_as_the_sum_that_it_is(fake_triton: Any) -> None:
+    members = [
+        {"lora_task_id": 8, "weight": 0.699999988079071, "digest": "cd" * 16, "name": "pirate"},
+        {"lora_task_id": 9, "weight": -0.25, "digest": "ef" * 16, "name": "", "a later server's": 1},
+    ]
+    fake_triton.report = {"adapters": [PIRATE | {"members": members}]}
+    assert cells(run(fake_triton, "list"), 1)[7] == "0.7 pirate + -0.25 9"
+
+
+def test_a_set_is_made_of_names_and_ids_with_weights(fake_triton: Any) -> None:
+    fake_triton.report = {"adapter": PIRATE}
+    assert cells(run(fake_triton, "combine", "both", "pirate=0.7", "9=-.2", "@9=1e-1"), 1)[0] == "7"
+    assert operations(fake_triton) == [
+        {
+            "operation": "combine",
+            "name": "both",
+            "members": [
+                {"name": "pirate", "weight": 0.7},
+                {"lora_task_id": 9, "weight": -0.2},
+                {"name": "9", "weight": 0.1},
+            ],
+        }
+    ]
+
+
+@pytest.mark.parametrize("member", ["pirate", "pirate=", "=1", "pirate=much", "pirate=nan", "pirate=inf"])
+def test_what_is_no_member_of_a_set_is_refused_before_it_is_sent(fake_triton: Any, member: str) -> None:
+    result = run(fake_triton, "combine", "both", member)
+    assert (result.exit_code, f"{member!r} is no member of a set" in result.stderr) == (1, True)
+    assert fake_triton.received == []
+
+
+def test_a_member_is_named_once(fake_triton: Any) -> None:
+    result = run(fake_triton, "combine", "both", "pirate=1", "pirate=2")
+    assert (result.exit_code, "pirate is in the set twice" in result.stderr) == (1, True)
 
 
 def test_list_as_json_is_whole(fake_triton: Any) -> None:
@@ -225,7 +263,7 @@ def test_an_error_is_one_line_and_exit_status_1() -> None:
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["list", "load", "unload", "pin", "unpin", "events", "stats", "size"])
+@pytest.mark.parametrize("command", ["list", "load", "combine", "unload", "pin", "unpin", "events", "stats", "size"])
 def test_every_command_has_help_with_an_example(command: str) -> None:
     result = CliRunner().invoke(app, ["adapters", command, "--help"])
     assert f"multilora adapters {command}" in result.stdout.partition("Example")[2]

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import msgspec
+import torch
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.block_events import BlockEvents
@@ -18,11 +19,12 @@ from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats, Wei
 from multilora_engine.engine_info import CallLimits, EngineInfo
 from multilora_engine.errors import ConfigError, InvalidRequest, UnpackedWeightsFull
 from multilora_engine.lora.adapter_events import AdapterEventLog
+from multilora_engine.lora.adapter_sets import AdapterSets
 from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.host_tier import HostTier
-from multilora_engine.lora.layout import PackedAdapter
+from multilora_engine.lora.layout import PackedAdapter, set_digest
 from multilora_engine.lora.names import TaskId
 from multilora_engine.lora.remote import RemoteAdapters
 from multilora_engine.lora.sources.fetcher import AdapterFetcher
@@ -112,6 +114,7 @@ class FakeEngine:
         self.loras = LoRAManager(host, device, "refuse", self.lora_events.append, disk)
         self.weights = FakeWeights()
         self.remote = RemoteAdapters(self.loras, fetcher, self.lora_events.append)
+        self.sets = AdapterSets(self.loras, self.remote)
         self.accepted: list[GenerationRequest] = []
         self.requests: dict[str, GenerationRequest] = {}
         self.produced: dict[str, list[int]] = {}
@@ -139,8 +142,12 @@ class FakeEngine:
             raise RuntimeError("a bug in the engine")
         if request.sampling.max_tokens < 1:
             raise InvalidRequest("max_tokens is 0")
-        if request.task_id is not None:
-            self.loras.inventory.info(request.task_id)
+        info = self.loras.inventory.info
+        if request.lora_set and request.task_id is not None:
+            digest = set_digest((info(member.task_id).digest, member.weight) for member in request.lora_set)
+            self.adapters[request.task_id] = PackedAdapter(digest, [], torch.empty(0, 0))
+        elif request.task_id is not None:
+            info(request.task_id)
         self.accepted.append(request)
         self.requests[request.request_id] = request
         self.produced[request.request_id] = []

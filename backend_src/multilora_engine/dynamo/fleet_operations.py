@@ -15,6 +15,7 @@ from multilora_engine.errors import AdapterNotFound, EngineUnavailable, RequestE
 from multilora_engine.lora.names import scoped_task_id
 from multilora_engine.process.messages import Operate
 from multilora_engine.process.operations import (
+    CombineAdapters,
     DescribeModel,
     ListAdapters,
     LoadAdapter,
@@ -50,6 +51,8 @@ class FleetOperator:
                 return report_output(message.request_id, self._describe())
             case ReadStats() | ReadEvents():
                 raise Unsupported("stats and events of a whole fleet; each worker tells its own on its metrics page")
+            case CombineAdapters():
+                raise Unsupported("sets of adapters in a fleet; combine the adapters' files, and send the sum")
             case SwitchWeights():
                 raise Unsupported("weights of a whole fleet; each worker has its own")
             case _:

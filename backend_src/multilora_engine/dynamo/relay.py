@@ -18,7 +18,7 @@ from multilora_engine.dynamo.fleet_router import FleetRouter
 from multilora_engine.dynamo.front_uploads import FrontUploads
 from multilora_engine.dynamo.workers import WorkerGone, Workers
 from multilora_engine.engine_info import EngineInfo
-from multilora_engine.errors import AdapterNotFound, EngineUnavailable, InternalError, RequestError
+from multilora_engine.errors import AdapterNotFound, EngineUnavailable, InternalError, RequestError, Unsupported
 from multilora_engine.process.fronts import Fronts
 from multilora_engine.process.liveness import DrainOrder
 from multilora_engine.process.messages import (
@@ -182,6 +182,8 @@ class FleetRelay:
         self, front: bytes, message: Add, request: GenerationRequest, upload: asyncio.Task[int] | None
     ) -> None:
         try:
+            if request.lora_set:
+                raise Unsupported("sets of adapters in a fleet; combine the adapters' files, and send the sum")
             worker_id = None
             if upload is None:
                 await self._uploads.settle(request.task_id)

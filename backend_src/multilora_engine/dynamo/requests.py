@@ -161,6 +161,7 @@ def _call_of(request: WorkerRequest, sampling: SamplingParams, info: EngineInfo)
         lora_task_ids=[None],
         lora_names=[""],
         lora_starts=[None],
+        lora_sets=[()],
         priorities=[0],
         adapter=None,
         is_streaming=True,

@@ -19,6 +19,7 @@ from multilora_engine.engine.request_limits import RequestLimits
 from multilora_engine.engine.scheduler import Scheduler
 from multilora_engine.errors import AdapterNotFound, AdapterNotInvoked, QueueFull, QueueShareFull, RequestError
 from multilora_engine.guides.guided import GuideMatcher
+from multilora_engine.lora.adapter_sets import AdapterSets
 from multilora_engine.lora.adapter_state import CachedAdapter
 from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.remote import Fetch, RemoteAdapters
@@ -216,6 +217,7 @@ class Admission:
         timeout_s: float,
         loras: LoRAManager,
         remote: RemoteAdapters,
+        sets: AdapterSets,
         guide_queue: GuideQueue,
         guides_in_use: GuidesInUse,
         scheduler: Scheduler,
@@ -227,6 +229,7 @@ class Admission:
         self._timeout_s = timeout_s
         self._loras = loras
         self._remote = remote
+        self._sets = sets
         self._parking = Parking(remote)
         self._guide_queue = guide_queue
         self._guides_in_use = guides_in_use
@@ -298,6 +301,8 @@ class Admission:
         """The adapter of a request, pinned or on its way; None is the base model."""
         if (task_id := request.task_id) is None or request.lora_task_id is None:
             return None
+        if request.lora_set:
+            return self._sets.fetch(task_id, request.lora_set, replaces=True) or self._loras.pin(task_id)
         try:
             return self._loras.pin(task_id)
         except AdapterNotFound:
@@ -342,10 +347,10 @@ class Admission:
                 yield failure_output(sequence, error)
 
     def _pin_fetched(self, sequence: Sequence, fetch: Fetch) -> CachedAdapter:
-        assert sequence.request.lora_task_id == fetch.key.lora_task_id
+        assert sequence.request.task_id == fetch.task_id
         if fetch.error is not None:
             raise fetch.error
-        return self._loras.pin(fetch.key.lora_task_id)
+        return self._loras.pin(fetch.task_id)
 
     def _take_up_compiled(self) -> Iterator[TokenOutput]:
         for sequence, guide in self._guide_queue.poll():

@@ -29,6 +29,7 @@ from multilora_engine.engine.unpacked_weights import UnpackedWeights
 from multilora_engine.errors import Cancelled, InternalError, RequestError
 from multilora_engine.guides.guided import GuideCompiler
 from multilora_engine.lora.adapter_events import AdapterEventLog
+from multilora_engine.lora.adapter_sets import AdapterSets
 from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import TaskId, label_of
@@ -92,6 +93,7 @@ class Engine:
         if config.lora.lora_prefetch_dir is not None:
             preload_adapters(config.lora.lora_prefetch_dir, self._loras, base.layout)
         self._remote = RemoteAdapters(self._loras, build_fetcher(config, base.layout), self.lora_events.append)
+        self._sets = AdapterSets(self._loras, self._remote)
         self._block_events = BlockEvents()
         self._blocks = BlockAllocator(
             base.plan.num_blocks, config.block_size, config.enable_prefix_caching, self._block_events
@@ -127,6 +129,11 @@ class Engine:
     def remote(self) -> RemoteAdapters:
         """The adapters that are on their way. Only the engine's thread may use the object."""
         return self._remote
+
+    @property
+    def sets(self) -> AdapterSets:
+        """The sets that are made of adapters. Only the engine's thread may use the object."""
+        return self._sets
 
     @property
     def loras(self) -> LoRAManager:
@@ -238,6 +245,7 @@ class Engine:
         self._admission.close()
         self._in_flight = None
         self._guide_queue.close()
+        self._sets.close()
         self._remote.close()
         self.weights.close()
         self._loras.close()
@@ -258,6 +266,7 @@ class Engine:
             config.request_timeout_s,
             self._loras,
             self._remote,
+            self._sets,
             self._guide_queue,
             GuidesInUse(),
             self._scheduler,

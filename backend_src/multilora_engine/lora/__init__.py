@@ -1,7 +1,7 @@
 """Adapters: the wire format, the three tiers, and `LoRAManager`, which decides what is in them.
 
 format, layout, checkpoint_layout          wire tensors (`lora_weights`, `lora_config`) checked and packed into pages
-inventory, names                           the adapters of all tiers, described; names and task ids
+inventory, names                           the adapters of all tiers, described; names, task ids, members of sets
 adapter_state                              the states of a version of an adapter, and all steps between them
 arrivals, memory_tiers                     `LoRAManager`: which adapters come into memory and leave it; their users
 host_tier, device_tier, disk_tier          the tiers
@@ -9,6 +9,7 @@ host_tier, device_tier, disk_tier          the tiers
   free_pages, page_copies                  divide memory into pages, and fill them
   disk_traffic, adapter_file               reads and writes of files
 remote, sources/, preload                  adapters that come from elsewhere
+adapter_sets                               adapters that are sums of others
 life_cycle                                 records for operators
   adapter_events                           the latest events of adapters
 """

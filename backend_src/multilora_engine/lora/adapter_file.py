@@ -107,8 +107,9 @@ class _StoredLayout(msgspec.Struct, frozen=True):
 class _Metadata(msgspec.Struct, frozen=True, omit_defaults=True):
     """safetensors knows only strings: `layout`, `rows` and `traits` are JSON.
 
-    pages_digest: the digest of stored codes with the traits, since `digest` is of the values that were sent; empty
-        where floats are stored, whose digest is `digest`. traits: empty for a plain adapter.
+    pages_digest: the digest of the stored pages with the traits, for codes, whose `digest` is of the values that were
+        sent, and for sets, whose `digest` is of their members; empty where `digest` is that digest.
+    traits: empty for a plain adapter.
     """
 
     format_version: str
@@ -171,10 +172,10 @@ def encode_header(
 ) -> bytes:
     """A safetensors header: its length as 8 bytes, and JSON filled up with spaces to a multiple of 8.
 
-    Of codes, it is finished by `with_pages_digest`.
+    Of codes and of sets, it is finished by `with_pages_digest`.
     """
     label, stored = label_of(lora_task_id), _layout_text(layout)
-    pages_digest = _NO_DIGEST if layout.code_bits else ""
+    pages_digest = _NO_DIGEST if _needs_pages_digest(traits, layout) else ""
     metadata = _Metadata(
         FORMAT_VERSION, label, name, digest, stored, _rows_text(rows), pages_digest, _traits_text(traits)
     )
@@ -182,6 +183,11 @@ def encode_header(
     header = msgspec.json.encode(_Header(metadata, _TensorInfo("U8", shape, (0, shape[0] * shape[1]))))
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header
+
+
+def _needs_pages_digest(traits: AdapterTraits, layout: AdapterLayout) -> bool:
+    """Whether an adapter's digest says nothing of its pages."""
+    return bool(layout.code_bits or traits.members)
 
 
 def with_pages_digest(
@@ -192,7 +198,7 @@ def with_pages_digest(
     traits: AdapterTraits = NO_TRAITS,
 ) -> bytes:
     """The header with the digest of the pages, which takes as long as reading them: for the thread that writes them."""
-    if not layout.code_bits:
+    if not _needs_pages_digest(traits, layout):
         return header
     head, _, tail = header.rpartition(_NO_DIGEST.encode())
     return head + traits.digest(content_digest(rows, pages, layout.lora_dtype)).encode() + tail
@@ -261,7 +267,8 @@ def _read_header(fd: int, lora_task_id: TaskId, layout: AdapterLayout) -> _Conte
         kinds_of(rows, traits),
         traits,
     )
-    return _Contents(adapter, rows, data_start, metadata.pages_digest if layout.code_bits else metadata.digest)
+    has_pages_digest = _needs_pages_digest(adapter.traits, layout)
+    return _Contents(adapter, rows, data_start, metadata.pages_digest if has_pages_digest else metadata.digest)
 
 
 def _decode_header(fd: int, file_bytes: int) -> tuple[_Header, int]:

@@ -6,16 +6,24 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import Literal
 
-from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, RequestError
+import torch
+
+from multilora_engine.errors import (
+    AdapterCacheFull,
+    AdapterConflict,
+    AdapterNotFound,
+    AdapterNotLoaded,
+    RequestError,
+)
 from multilora_engine.lora.adapter_file import DiskAdapter
 from multilora_engine.lora.adapter_state import AdapterState, CachedAdapter, FreedBy, Memory
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.disk_traffic import DiskTraffic
 from multilora_engine.lora.format import kinds_of, ranks_of
-from multilora_engine.lora.host_tier import Arrival, HostTier
+from multilora_engine.lora.host_tier import Arrival, HostTier, Loan, PlannedAdapter
 from multilora_engine.lora.inventory import Inventory
-from multilora_engine.lora.layout import PackedAdapter, page_shape
+from multilora_engine.lora.layout import PackedAdapter, PackedRow, page_shape
 from multilora_engine.lora.life_cycle import LoRAStats, OnEvent, adapter_event, ignore_event
 from multilora_engine.lora.memory_tiers import MemoryTiers
 from multilora_engine.lora.names import TaskId
@@ -27,6 +35,9 @@ _MAX_ARRIVALS = 256
 
 OnConflict = Literal["refuse", "replace"]
 """`lora_on_conflict`: whether other weights under a task id that is taken are an error, or a new version."""
+
+Origin = Literal["uploaded", "downloaded", "combined"]
+"""How an adapter came: a client sent it, a source had it, or it is a set of other adapters."""
 
 
 class LoRAManager:
@@ -83,23 +94,28 @@ class LoRAManager:
     def put(
         self,
         lora_task_id: TaskId,
-        packed: PackedAdapter,
+        packed: PackedAdapter | PlannedAdapter,
         name: str = "",
-        origin: Literal["uploaded", "downloaded"] = "uploaded",
+        origin: Origin = "uploaded",
+        replaces_set: bool = False,
     ) -> CachedAdapter:
         """Cache an adapter under a task id. The same content again only makes it the most recently used one.
 
-        name: replaces the name it has, unless empty. origin: sent by a client, or fetched from a source.
-        `packed` must not change: an adapter that waits for room is copied later. Raises AdapterConflict (other content,
-        and `lora_on_conflict` is `refuse`) or AdapterCacheFull; the cache is then unchanged.
+        name: replaces the name it has, unless empty. replaces_set: a set under the task id gives way, whatever
+        `lora_on_conflict` says. `packed` must not change: an adapter that waits for room is copied later. Raises
+        AdapterConflict (other content, and `lora_on_conflict` is `refuse`) or AdapterCacheFull; the cache is then
+        unchanged.
         """
         cached = self.host.get(lora_task_id)
         known = cached or self._traffic.find(lora_task_id)
-        if known is not None and known.digest != packed.digest and self._on_conflict == "refuse":
+        is_conflict = known is not None and known.digest != packed.digest and self._on_conflict == "refuse"
+        if known is not None and is_conflict and not (replaces_set and known.traits.members):
             raise AdapterConflict(lora_task_id, known.digest, packed.digest)
         if cached is not None and cached.digest == packed.digest:
             self.host.touch(cached)
             self._rename(cached, name or cached.name)
+            if isinstance(packed, PlannedAdapter):
+                packed.end()
             return cached
         adapter = self._insert(lora_task_id, packed, name) if cached is None else self._replace(cached, packed, name)
         self._emit(origin, adapter)
@@ -108,6 +124,50 @@ class LoRAManager:
     def has_room(self, packed: PackedAdapter) -> bool:
         """Whether an adapter can be put without the loss of another one."""
         return self._traffic.has_disk or self.host.pool.fits(self._shape_of(packed))
+
+    def lend(self, lora_task_id: TaskId) -> Loan:
+        """The content of the current version of an adapter. An adapter on disk is read, and takes no pages for that.
+
+        Raises AdapterNotFound, or AdapterNotLoaded for an adapter that still waits for its room.
+        """
+        adapter, file = self.host.get(lora_task_id), self._traffic.find(lora_task_id)
+        if adapter is not None and adapter.state.is_filled:
+            self.host.touch(adapter)
+            return self._lend_pages(adapter)
+        if file is not None:
+            return self._lend_file(file)
+        if adapter is None:
+            raise AdapterNotFound(lora_task_id)
+        raise AdapterNotLoaded(lora_task_id, "it waits for room in host memory")
+
+    def _lend_pages(self, adapter: CachedAdapter) -> Loan:
+        self.memory.lend(adapter)
+        rows: Future[list[PackedRow]] = Future()
+        rows.set_result(adapter.rows)
+        return Loan(
+            adapter.lora_task_id,
+            adapter.digest,
+            adapter.name,
+            adapter.kinds,
+            adapter.traits,
+            rows,
+            self.host.views(adapter),
+            partial(self.memory.end_loan, adapter),
+        )
+
+    def _lend_file(self, file: DiskAdapter) -> Loan:
+        opened = self._traffic.open(file)
+        pages = list(torch.empty((file.num_pages, self.device.layout.page_bytes), dtype=torch.uint8))
+        return Loan(
+            file.lora_task_id,
+            file.digest,
+            file.name,
+            file.kinds,
+            file.traits,
+            opened.read(pages),
+            pages,
+            lambda: None,
+        )
 
     def save(self, lora_task_id: TaskId) -> Future[None] | None:
         """Have an adapter in host memory written to the disk tier, where it survives the death of the engine.
@@ -244,7 +304,7 @@ class LoRAManager:
             else:
                 self._give_up(adapter)
 
-    def _insert(self, lora_task_id: TaskId, packed: PackedAdapter, name: str) -> CachedAdapter:
+    def _insert(self, lora_task_id: TaskId, packed: PackedAdapter | PlannedAdapter, name: str) -> CachedAdapter:
         self._check_room(lora_task_id, self._shape_of(packed))
         file = self._traffic.find(lora_task_id)
         if file is not None and file.digest != packed.digest:
@@ -254,7 +314,7 @@ class LoRAManager:
         self._num_insertions += 1
         return self._add(lora_task_id, packed, name)
 
-    def _replace(self, cached: CachedAdapter, packed: PackedAdapter, name: str) -> CachedAdapter:
+    def _replace(self, cached: CachedAdapter, packed: PackedAdapter | PlannedAdapter, name: str) -> CachedAdapter:
         # An unpinned old version is itself room for the new one, even one that an operator holds.
         self._check_room(cached.lora_task_id, self._shape_of(packed), replaced=cached)
         is_held = cached.state.is_held
@@ -265,12 +325,16 @@ class LoRAManager:
         self.host.hold(adapter, is_held)
         return adapter
 
-    def _add(self, lora_task_id: TaskId, packed: PackedAdapter, name: str) -> CachedAdapter:
+    def _add(self, lora_task_id: TaskId, packed: PackedAdapter | PlannedAdapter, name: str) -> CachedAdapter:
         state = AdapterState(self._traffic.file_state(lora_task_id))
         ranks, shape = ranks_of(packed.rows), self._shape_of(packed)
         kinds, traits = kinds_of(packed.rows, packed.traits), packed.traits
         adapter = CachedAdapter(lora_task_id, packed.digest, ranks, shape, name, state, kinds=kinds, traits=traits)
-        self._arrive(adapter, Arrival(partial(self._fill, adapter, packed)))
+        if isinstance(packed, PlannedAdapter):
+            arrival = Arrival(partial(self._traffic.make, adapter, packed), packed.end, packed.num_lent_pages)
+        else:
+            arrival = Arrival(partial(self._fill, adapter, packed))
+        self._arrive(adapter, arrival)
         return adapter
 
     def _fill(self, adapter: CachedAdapter, packed: PackedAdapter) -> None:
@@ -321,7 +385,7 @@ class LoRAManager:
 
     def _check_hold(self, adapter: CachedAdapter) -> None:
         """Raises AdapterCacheFull when one more held adapter would leave too little for an adapter that waits."""
-        waiting = max((other.num_pages for other in self.host.arrivals if other is not adapter), default=0)
+        waiting = self.host.num_awaited_pages(adapter)
         pages, held = self.host.pool, self.host.num_held_pages
         if waiting and held + adapter.num_pages + waiting > pages.count:
             raise AdapterCacheFull(adapter.lora_task_id, adapter.num_pages, pages.num_free, 0, waiting, pages.count)
@@ -356,8 +420,8 @@ class LoRAManager:
         self.memory.evict(adapter)
         self._emit("evicted", adapter)
 
-    def _shape_of(self, packed: PackedAdapter) -> PageShape:
-        return page_shape(packed.rows, len(packed.pages), self.device.layout)
+    def _shape_of(self, packed: PackedAdapter | PlannedAdapter) -> PageShape:
+        return page_shape(packed.rows, packed.num_pages, self.device.layout)
 
     def _rename(self, adapter: CachedAdapter, name: str) -> None:
         """A file of the old name goes; it is written again when the adapter is evicted, if not before."""

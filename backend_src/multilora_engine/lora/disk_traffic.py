@@ -1,4 +1,5 @@
-"""`DiskTraffic`: the reads and writes between host memory and the disk tier, if there is one."""
+"""`DiskTraffic`: the reads and writes between host memory and the disk tier, if there is one, and adapters made of
+others, which come beside the steps as well."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from multilora_engine.errors import AdapterNotFound, AdapterNotLoaded, RequestEr
 from multilora_engine.lora.adapter_file import DamagedFile, DiskAdapter
 from multilora_engine.lora.adapter_state import CachedAdapter, File, Memory
 from multilora_engine.lora.disk_tier import DiskTier, OpenFile
-from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.host_tier import HostTier, PlannedAdapter
 from multilora_engine.lora.layout import PackedRow
 from multilora_engine.lora.life_cycle import OnEvent, TierStats, adapter_event
 from multilora_engine.lora.names import TaskId
@@ -30,6 +31,15 @@ class _Read:
     """A file that is being read into an adapter's pages. started: by `time.perf_counter`."""
 
     rows: Future[list[PackedRow]]
+    started: float
+
+
+@dataclass(frozen=True)
+class _Making:
+    """A planned adapter that is being made in its pages. started: by `time.perf_counter`."""
+
+    plan: PlannedAdapter
+    future: Future[None]
     started: float
 
 
@@ -50,6 +60,8 @@ class DiskTraffic:
         self._on_event = on_event
         self._reads: dict[CachedAdapter, _Read] = {}
         self._ended: deque[CachedAdapter] = deque()
+        self._makings: dict[CachedAdapter, _Making] = {}
+        self._made: deque[CachedAdapter] = deque()
         self._may_have_refused = False
         self._is_closing = False
 
@@ -70,12 +82,13 @@ class DiskTraffic:
     def under_way(self) -> list[Future[Any]]:
         """The reads and writes whose ends `poll` will take up."""
         writes = [] if self._disk is None else self._disk.writes
-        return [*writes, *(read.rows for read in self._reads.values())]
+        makings = (making.future for making in self._makings.values())
+        return [*writes, *(read.rows for read in self._reads.values()), *makings]
 
     @property
     def is_busy(self) -> bool:
         """Whether anything is under way."""
-        return bool(self._reads) or (self._disk is not None and self._disk.is_writing)
+        return bool(self._reads or self._makings) or (self._disk is not None and self._disk.is_writing)
 
     def find(self, lora_task_id: TaskId) -> DiskAdapter | None:
         """The description of an adapter's file, if it has one."""
@@ -135,9 +148,21 @@ class DiskTraffic:
         self._reads[adapter] = _Read(rows, time.perf_counter())
         rows.add_done_callback(lambda _: self._ended.append(adapter))
 
+    def make(self, adapter: CachedAdapter, plan: PlannedAdapter) -> None:
+        """Start to make an adapter in its pages."""
+        adapter.state.move(Memory.READING)
+        future = plan.begin(self._host.views(adapter))
+        self._makings[adapter] = _Making(plan, future, time.perf_counter())
+        future.add_done_callback(lambda _: self._made.append(adapter))
+
     def poll(self) -> dict[CachedAdapter, RequestError]:
-        """Take up the reads and writes that have ended; the adapters whose files could not be read."""
+        """Take up the reads and writes that have ended; the adapters that could not be read or made."""
         failed: dict[CachedAdapter, RequestError] = {}
+        while self._made:
+            adapter = self._made.popleft()
+            refused = self._end_making(adapter)
+            if refused is not None:
+                failed[adapter] = refused
         if self._disk is None:
             return failed
         self._disk.poll()
@@ -169,7 +194,7 @@ class DiskTraffic:
 
     def check_integrity(self) -> None:
         reading = {adapter for adapter in self._host.adapters if adapter.state.memory is Memory.READING}
-        assert self._reads.keys() == reading
+        assert self._reads.keys() | self._makings.keys() == reading
         if self._disk is None:
             assert all(adapter.state.file is File.REFUSED for adapter in self._host.adapters)
             return
@@ -219,6 +244,25 @@ class DiskTraffic:
             error = self._lose(adapter, failure, disk)
         else:
             raise failure
+        self._on_end(adapter)
+        return error
+
+    def _end_making(self, adapter: CachedAdapter) -> RequestError | None:
+        """Take up an adapter that is made; an error if it cannot be."""
+        making = self._makings.pop(adapter)
+        making.plan.end()
+        error = making.future.exception()
+        if error is None:
+            self._host.note_filled(adapter, making.plan.rows, time.perf_counter() - making.started)
+            if not adapter.state.is_retired:
+                self.save(adapter)
+        elif isinstance(error, RequestError):
+            adapter.state.move(Memory.LOST)
+            adapter.arrived.set_exception(error)
+            if not adapter.state.is_retired:
+                self._host.retire(adapter)
+        else:
+            raise error
         self._on_end(adapter)
         return error
 

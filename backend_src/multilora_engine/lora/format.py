@@ -69,7 +69,7 @@ def pack_adapter(
     weights = weights.contiguous()
     bits = _bits(weights)
     packed = _pack(rows, lambda row: _wire_pieces(row, weights, bits, layout), layout, traits)
-    if not layout.code_bits and not _is_finite(packed.pages.view(TORCH_DTYPES[layout.lora_dtype])):
+    if not layout.code_bits and not is_finite(packed.pages.view(TORCH_DTYPES[layout.lora_dtype])):
         raise InvalidRequest(_describe_non_finite(weights, rows, layout))
     return packed
 
@@ -94,7 +94,7 @@ def pack_peft(adapter: PeftAdapter, layout: AdapterLayout, base_model: Path) -> 
         packed = _pack(rows, pieces_of, layout, _traits(adapter, layout))
     except (PeftError, AdapterError) as error:
         raise InvalidRequest(str(error).replace(str(base_model), "the base model")) from None
-    if not layout.code_bits and not _is_finite(packed.pages.view(TORCH_DTYPES[layout.lora_dtype])):
+    if not layout.code_bits and not is_finite(packed.pages.view(TORCH_DTYPES[layout.lora_dtype])):
         raise InvalidRequest(f"the adapter holds values beyond the range of lora_dtype {layout.lora_dtype}")
     return packed
 
@@ -328,7 +328,7 @@ def _wire_pieces(row: _Row, weights: torch.Tensor, bits: npt.NDArray[Any], layou
             f"{row}: lora_weights holds values other than zero beyond the {count} that its module and rank account "
             f"for. {_WRONG_MODEL}"
         )
-    if layout.code_bits and not _is_finite(weights[row.index, :count]):
+    if layout.code_bits and not is_finite(weights[row.index, :count]):
         raise InvalidRequest(_describe_non_finite(weights, [row], layout))
     if TORCH_DTYPES.get(layout.lora_dtype) == weights.dtype:
         values = bits[row.index, :count]
@@ -454,7 +454,7 @@ def _bits(values: torch.Tensor) -> npt.NDArray[Any]:
     return values.view(_INTEGERS[values.itemsize]).numpy()
 
 
-def _is_finite(values: torch.Tensor) -> bool:
+def is_finite(values: torch.Tensor) -> bool:
     """Whether all values are finite, by their bits: as integers, infinities and NaNs are the largest of their sign.
 
     Positive ones are the largest signed integers, negative ones the largest unsigned.

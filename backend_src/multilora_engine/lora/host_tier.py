@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
 
@@ -13,9 +14,10 @@ import torch
 from multilora_engine.histogram import Histogram
 from multilora_engine.lora.adapter_state import CachedAdapter, FreedBy, Memory, Version
 from multilora_engine.lora.free_pages import PagePool
-from multilora_engine.lora.layout import PackedAdapter, PackedRow
+from multilora_engine.lora.layout import AdapterTraits, PackedAdapter, PackedRow
 from multilora_engine.lora.life_cycle import TierStats
 from multilora_engine.lora.names import TaskId
+from multilora_wire.adapter_info import Kind
 from multilora_wire.layout import PageShape
 
 
@@ -75,10 +77,50 @@ class EvictionOrder:
 
 @dataclass(frozen=True)
 class Arrival:
-    """The function that fills an adapter's pages, and the one to call if they are never filled."""
+    """The function that fills an adapter's pages, and the one to call if they are never filled.
+
+    num_lent_pages: of other adapters, which cannot leave before that.
+    """
 
     fill: Callable[[], None]
     discard: Callable[[], None] = lambda: None
+    num_lent_pages: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Loan:
+    """The content of one version of an adapter for a thread that reads it, until `end`.
+
+    rows: may have to be read from the adapter's file, which can fail with OSError or DamagedFile.
+    pages: uint8 [page_bytes] each, filled once `rows` is done. Pages that a piece spans are consecutive memory.
+    """
+
+    task_id: TaskId
+    digest: str
+    name: str
+    kinds: tuple[Kind, ...]
+    traits: AdapterTraits
+    rows: Future[list[PackedRow]]
+    pages: list[torch.Tensor]
+    end: Callable[[], None]
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedAdapter:
+    """An adapter that is made of others on another thread, in the pages that it gets.
+
+    begin: gets the pages, uint8 [page_bytes] each, and makes the adapter in them. The future may raise RequestError.
+    end: to be called when that has ended, or will never begin; more than once does no harm.
+    num_lent_pages: of the others, which stay in memory until then.
+    """
+
+    digest: str
+    rows: list[PackedRow]
+    num_pages: int
+    traits: AdapterTraits
+    begin: Callable[[Sequence[torch.Tensor]], Future[None]]
+    end: Callable[[], None]
+    num_lent_pages: int
 
 
 class HostTier:
@@ -172,6 +214,11 @@ class HostTier:
     def arrivals(self) -> Iterator[CachedAdapter]:
         """The adapters that wait for their pages, in the order in which they came."""
         return iter(self._arrivals)
+
+    def num_awaited_pages(self, besides: CachedAdapter) -> int:
+        """The most pages that one of the arrivals needs at once, those of other adapters that it keeps included."""
+        awaited = (a.num_pages + arrival.num_lent_pages for a, arrival in self._arrivals.items() if a is not besides)
+        return max(awaited, default=0)
 
     def add(self, adapter: CachedAdapter, arrival: Arrival) -> None:
         """Make an adapter the current version of its task id, and let it wait for its pages."""

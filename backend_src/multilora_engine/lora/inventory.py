@@ -90,6 +90,7 @@ class Inventory:
             num_hits=adapter.num_hits,
             is_dora="DoRA" in adapter.kinds,
             kinds=adapter.kinds,
+            members=adapter.traits.members,
         )
 
 
@@ -118,4 +119,5 @@ def _describe_file(adapter: DiskAdapter) -> AdapterInfo:
         num_hits=0,
         is_dora="DoRA" in adapter.kinds,
         kinds=adapter.kinds,
+        members=adapter.traits.members,
     )

@@ -5,6 +5,7 @@ Imports no torch: that costs a front more than a second and 100 MB, and not ever
 
 from __future__ import annotations
 
+import struct
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from blake3 import blake3
 
+from multilora_wire.adapter_info import AdapterMember
 from multilora_wire.layout import AdapterLayout, PageShape, num_run_pages
 from multilora_wire.sites import OUTER_LAYER, ROW_MODULES, WireModule
 
@@ -66,11 +68,13 @@ class AdapterTraits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
 
     invocation_tokens: the adapter is activated: its weights count from the first token of the last occurrence of these
         tokens in the prompt on, and the base computes all tokens before that.
+    members: the adapter is a set of these, by digest and weight, and has the digest that `set_digest` makes of both.
 
     Raises ValueError for fields that no adapter can have.
     """
 
     invocation_tokens: tuple[int, ...] = ()
+    members: tuple[AdapterMember, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.invocation_tokens) > MAX_INVOCATION_TOKENS:
@@ -97,6 +101,14 @@ class AdapterTraits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
         return None if place < 0 else len(prompt_token_ids) - place - len(self.invocation_tokens)
 
 
+def set_digest(members: Iterable[tuple[str, float]]) -> str:
+    """The digest of a set by the digests and weights of its members, in any order."""
+    digest = blake3(b"set")
+    for member, weight in sorted(members):
+        digest.update(bytes.fromhex(member) + struct.pack("<f", weight))
+    return digest.hexdigest(DIGEST_BYTES)
+
+
 NO_TRAITS = AdapterTraits()
 """The traits of a plain adapter."""
 
@@ -114,6 +126,10 @@ class PackedAdapter:
     rows: list[PackedRow]
     pages: torch.Tensor
     traits: AdapterTraits = NO_TRAITS
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.pages)
 
 
 def _as_text(token_ids: Iterable[int]) -> str:

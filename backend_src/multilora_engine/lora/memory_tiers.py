@@ -13,7 +13,8 @@ from multilora_engine.lora.host_tier import HostTier
 class MemoryTiers:
     """Counts the users of adapters, and takes adapters out of the host tier and the device tier.
 
-    num_pins: of all adapters, which is the number of requests in flight that have one. num_waits, wait_seconds: how
+    num_pins: of all adapters, which is the number of requests in flight that have one. num_loans: threads that read
+    adapters, which keeps these in host memory as a request does. num_waits, wait_seconds: how
     often and how long the scheduler wanted an adapter that was not usable yet.
     """
 
@@ -22,6 +23,7 @@ class MemoryTiers:
         self._device = device
         self._waiting_since: dict[CachedAdapter, float] = {}
         self.num_pins = 0
+        self.num_loans = 0
         self.num_waits = 0
         self.wait_seconds = 0.0
 
@@ -39,6 +41,21 @@ class MemoryTiers:
         assert adapter.state.num_pins > 0
         adapter.state.num_pins -= 1
         self.num_pins -= 1
+        self._end_use(adapter)
+
+    def lend(self, adapter: CachedAdapter) -> None:
+        """Keep an adapter in host memory for a thread that reads it."""
+        adapter.state.num_pins += 1
+        self.num_loans += 1
+        self._host.update(adapter)
+
+    def end_loan(self, adapter: CachedAdapter) -> None:
+        """The counterpart of `lend`."""
+        adapter.state.num_pins -= 1
+        self.num_loans -= 1
+        self._end_use(adapter)
+
+    def _end_use(self, adapter: CachedAdapter) -> None:
         if adapter.state.num_pins == 0:
             self._waiting_since.pop(adapter, None)
             self._device.forget_failure(adapter)
@@ -89,7 +106,7 @@ class MemoryTiers:
     def check_integrity(self) -> None:
         self._host.check_integrity()
         self._device.check_integrity()
-        assert self.num_pins == sum(adapter.state.num_pins for adapter in self._host.adapters)
+        assert self.num_pins + self.num_loans == sum(adapter.state.num_pins for adapter in self._host.adapters)
         assert all(adapter.state.num_pins > 0 for adapter in self._waiting_since)
 
     def _count_wait(self, adapter: CachedAdapter, is_usable: bool) -> None:

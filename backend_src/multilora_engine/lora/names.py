@@ -1,9 +1,18 @@
-"""The names of adapters, the task ids that go with names, and the tenant whose adapter a task id means."""
+"""The names of adapters, the task ids that go with names, the tenant whose adapter a task id means, and the members by
+which a request may name a set.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
 import re
+import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
 
 from multilora_engine.errors import InvalidRequest
 from multilora_wire.adapter_names import PLAIN_PART, is_plain_name, task_id_of_name
@@ -79,3 +88,59 @@ def parse_label(label: str) -> TaskId:
     if match is None or int(match["number"]) >= 1 << 64:
         raise ValueError("the decimal form of a task id of 64 bits, with or without a tenant and @ before it")
     return scoped_task_id(match["tenant"] or "", int(match["number"]))
+
+
+MAX_MEMBERS = 8
+"""Members of a set."""
+
+
+class SetMember(msgspec.Struct, frozen=True):
+    """A member of a set that is asked for.
+
+    weight: of its update in the sum, a float32. tenant: whose adapter it is, empty if it belongs to none.
+    """
+
+    lora_task_id: int
+    weight: float
+    tenant: str = ""
+
+    @property
+    def task_id(self) -> TaskId:
+        """The member as the engine knows it."""
+        return scoped_task_id(self.tenant, self.lora_task_id)
+
+
+def checked_members(members: Iterable[SetMember]) -> tuple[SetMember, ...]:
+    """The members by ascending task id, their weights rounded to float32. Raises InvalidRequest."""
+    chosen = sorted(members, key=lambda member: member.lora_task_id)
+    if not 1 <= len(chosen) <= MAX_MEMBERS:
+        raise InvalidRequest(f"a set has 1 to {MAX_MEMBERS} members, this one has {len(chosen)}")
+    for member, other in pairwise(chosen):
+        if member.lora_task_id == other.lora_task_id:
+            raise InvalidRequest(
+                f"LoRA task {member.lora_task_id} is in the set twice, with the weights {member.weight:g} and "
+                f"{other.weight:g}; name it once, with their sum"
+            )
+    return tuple(msgspec.structs.replace(member, weight=_float32(member)) for member in chosen)
+
+
+def _float32(member: SetMember) -> float:
+    try:
+        (weight,) = struct.unpack("<f", struct.pack("<f", member.weight))
+    except OverflowError:
+        weight = math.inf
+    if not math.isfinite(weight) or weight == 0:
+        raise InvalidRequest(
+            f"the weight of LoRA task {member.lora_task_id} in the set is {member.weight:g}; weights are finite in "
+            "float32, and a member of weight 0 is left out"
+        )
+    return float(weight)
+
+
+def set_task_id(members: Iterable[SetMember]) -> int:
+    """The task id of the set that a request means by its members, which `checked_members` gave.
+
+    63 bits, as of a name, and no name has them: 63 bits of the SHA-256 of ids and weights.
+    """
+    text = "set of " + ", ".join(f"{member.weight.hex()} * {member.lora_task_id}" for member in members)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

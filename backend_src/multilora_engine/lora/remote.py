@@ -1,14 +1,14 @@
-"""`RemoteAdapters`: adapters that no tier has, on their way from a source into the host tier."""
+"""`RemoteAdapters`: adapters that no tier has, on their way from a source into the host tier, or sets in the making."""
 
 from __future__ import annotations
 
 import logging
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from multilora_engine.errors import (
     AdapterCacheFull,
@@ -21,22 +21,35 @@ from multilora_engine.errors import (
 from multilora_engine.histogram import Histogram
 from multilora_engine.log_lines import one_line
 from multilora_engine.lora.arrivals import LoRAManager
+from multilora_engine.lora.host_tier import PlannedAdapter
 from multilora_engine.lora.life_cycle import OnEvent, TierStats, adapter_event
-from multilora_engine.lora.names import TaskId
+from multilora_engine.lora.names import TaskId, number_of, scoped_task_id, tenant_of
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_wire.adapter_info import AdapterInfo, Status
 
 if TYPE_CHECKING:
-    from multilora_engine.lora.sources.fetcher import AdapterFetcher, FetchedAdapter
+    from multilora_engine.lora.sources.fetcher import AdapterFetcher
 
 _logger = logging.getLogger(__name__)
+
+BeginBuild = Callable[[], tuple[Future[PlannedAdapter], Callable[[], None]]]
+"""Begins to plan a set. The function of the result is that of `Fetch.on_end`."""
+
+
+def _nothing() -> None:
+    """Nothing is left to do."""
 
 
 @dataclass(eq=False)
 class Fetch:
     """An adapter under way. Only `RemoteAdapters` changes it.
 
+    future: its result is a FetchedAdapter, or a PlannedAdapter.
     path: where it comes from, when that was asked for; empty: from where the sources have it under the key.
+    set_digest: of a set that is made of other adapters; empty for an adapter that a source has.
+    tenant: the owner of the set, empty for none. Sources have adapters that belong to no tenant.
+    replaces_set: as of `LoRAManager.put`.
+    on_end: called when the fetch has ended without its set, or is dropped.
     num_waiting: the requests and operators that wait for it.
     is_done: it has ended; then `error` tells why there is no adapter, if there is none.
     arrived: that of the adapter which it brought, see `CachedAdapter`.
@@ -44,12 +57,26 @@ class Fetch:
 
     key: AdapterKey
     path: str
-    future: Future[FetchedAdapter]
+    future: Future[Any]
+    set_digest: str = ""
+    tenant: str = ""
+    replaces_set: bool = False
+    on_end: Callable[[], None] = _nothing
     num_waiting: int = 0
     is_done: bool = False
     error: RequestError | None = None
     arrived: Future[None] | None = None
     started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def task_id(self) -> TaskId:
+        """The adapter as the engine knows it."""
+        return scoped_task_id(self.tenant, self.key.lora_task_id)
+
+    @property
+    def asked(self) -> tuple[TaskId, str]:
+        """What was asked for: the same for all who wait for one fetch. A set has a digest, and no path has its form."""
+        return self.task_id, f"set {self.set_digest}" if self.set_digest else self.path
 
 
 class RemoteAdapters:
@@ -66,7 +93,7 @@ class RemoteAdapters:
         self._loras = loras
         self._fetcher = fetcher
         self._on_event = on_event
-        self._fetches: dict[tuple[int, str], Fetch] = {}
+        self._fetches: dict[tuple[TaskId, str], Fetch] = {}
         # Written by the fetcher's threads as well. With it, a step looks at no fetch that is still under way.
         self._to_take_up: queue.SimpleQueue[Fetch] = queue.SimpleQueue()
         self._num_fetched = 0
@@ -100,13 +127,25 @@ class RemoteAdapters:
         """
         if self._fetcher is None:
             raise PathNotCovered(path, []) if path else AdapterNotFound(key.lora_task_id)
-        asked = key.lora_task_id, path
-        if asked not in self._fetches:
-            fetch = self._fetches[asked] = Fetch(key, path, self._fetcher.fetch(key, source, path))
-            fetch.future.add_done_callback(lambda _: self._to_take_up.put(fetch))
-        fetch = self._fetches[asked]
+        under_way = self._fetches.get((key.lora_task_id, path))
+        fetch = under_way or self._begin(Fetch(key, path, self._fetcher.fetch(key, source, path)))
         fetch.num_waiting += 1
         return fetch
+
+    def build(self, task_id: TaskId, name: str, digest: str, begin: BeginBuild, replaces_set: bool) -> Fetch:
+        """Wait for a set of this digest, as `fetch` does for an adapter. `begin` is called unless it is under way."""
+        key, tenant = AdapterKey(number_of(task_id), name), tenant_of(task_id)
+        fetch = self._fetches.get((task_id, f"set {digest}"))
+        if fetch is None:
+            future, on_end = begin()
+            fetch = self._begin(Fetch(key, "", future, digest, tenant, replaces_set, on_end))
+        fetch.num_waiting += 1
+        return fetch
+
+    @property
+    def num_builds(self) -> int:
+        """The sets that are under way."""
+        return sum(bool(fetch.set_digest) for fetch in self._fetches.values())
 
     def supersede(self, lora_task_id: TaskId) -> None:
         """An adapter was put under this task id: the next `poll` ends a fetch of it, unless it comes from a path."""
@@ -120,7 +159,8 @@ class RemoteAdapters:
         assert fetch.num_waiting > 0
         fetch.num_waiting -= 1
         if fetch.num_waiting == 0 and fetch.future.cancel():
-            del self._fetches[fetch.key.lora_task_id, fetch.path]
+            del self._fetches[fetch.asked]
+            fetch.on_end()
 
     def poll(self) -> Iterator[Fetch]:
         """The fetches that have ended since, one by one, each adapter being in the host tier when it is given.
@@ -129,11 +169,11 @@ class RemoteAdapters:
         """
         for _ in range(self._to_take_up.qsize()):
             fetch = self._to_take_up.get_nowait()
-            asked = fetch.key.lora_task_id, fetch.path
-            is_under_way = self._fetches.get(asked) is fetch
+            is_under_way = self._fetches.get(fetch.asked) is fetch
             if is_under_way and (fetch.future.done() or self._is_superfluous(fetch)):
-                del self._fetches[asked]
+                del self._fetches[fetch.asked]
                 fetch.error = self._take_up(fetch)
+                fetch.on_end()
                 fetch.is_done = True
                 yield fetch
 
@@ -142,8 +182,8 @@ class RemoteAdapters:
         wait([fetch.future for fetch in self._fetches.values()], timeout_s, FIRST_COMPLETED)
 
     def describe(self) -> list[AdapterInfo]:
-        """The adapters under way."""
-        return [_describe(fetch.key, "DOWNLOADING") for fetch in self._fetches.values()]
+        """The adapters that are on their way from a source."""
+        return [_describe(fetch.key, "DOWNLOADING") for fetch in self._fetches.values() if not fetch.set_digest]
 
     def list_sources(self) -> Future[list[AdapterKey]]:
         """The adapters of the sources, as far as these can tell, in a tier or not."""
@@ -160,13 +200,18 @@ class RemoteAdapters:
     def check_integrity(self) -> None:
         """For tests, after every step."""
         for asked, fetch in self._fetches.items():
-            assert (fetch.key.lora_task_id, fetch.path) == asked
+            assert fetch.asked == asked
             assert not fetch.is_done
             assert not fetch.future.cancelled()
 
     def _is_superfluous(self, fetch: Fetch) -> bool:
         """Whether a client has uploaded the adapter meanwhile. The adapter at a path may be another version of it."""
-        return not fetch.path and self._loras.inventory.is_known(fetch.key.lora_task_id)
+        return not (fetch.path or fetch.set_digest) and self._loras.inventory.is_known(fetch.task_id)
+
+    def _begin(self, fetch: Fetch) -> Fetch:
+        self._fetches[fetch.asked] = fetch
+        fetch.future.add_done_callback(lambda _: self._to_take_up.put(fetch))
+        return fetch
 
     def _take_up(self, fetch: Fetch) -> RequestError | None:
         """Put the adapter into the host tier; why it is not there, if it is not."""
@@ -181,6 +226,8 @@ class RemoteAdapters:
         if not isinstance(error, RequestError):
             _logger.error("adapter %s could not be taken up", fetch.key, exc_info=error)
             error = InternalError(f"{type(error).__name__}: {one_line(str(error), 200)}")
+        if fetch.set_digest:
+            return error
         if isinstance(error, AdapterNotFound | AdapterConflict | PathNotCovered):
             # No more than a client's mistake: told to the client, and neither to the log nor to the events.
             self._num_misses += 1
@@ -192,6 +239,8 @@ class RemoteAdapters:
 
     def _put(self, fetch: Fetch) -> AdapterCacheFull | AdapterConflict | None:
         fetched = fetch.future.result(timeout=0)
+        if isinstance(fetched, PlannedAdapter):
+            return self._put_set(fetch, fetched)
         self._num_fetched += 1
         self.load_seconds.observe(time.perf_counter() - fetch.started)
         try:
@@ -200,6 +249,16 @@ class RemoteAdapters:
         except (AdapterCacheFull, AdapterConflict) as error:
             return error
         self.supersede(fetch.key.lora_task_id)
+        return None
+
+    def _put_set(self, fetch: Fetch, planned: PlannedAdapter) -> AdapterCacheFull | AdapterConflict | None:
+        try:
+            adapter = self._loras.put(fetch.task_id, planned, fetch.key.name, "combined", fetch.replaces_set)
+        except (AdapterCacheFull, AdapterConflict) as error:
+            return error
+        fetch.on_end = _nothing  # The host tier lets the members go.
+        fetch.arrived = adapter.arrived
+        self.supersede(fetch.task_id)
         return None
 
 

@@ -10,15 +10,18 @@ from typing import Protocol
 from multilora_engine.engine.engine_stats import WeightInfo, WeightStats
 from multilora_engine.errors import AdapterNotFound, AdapterNotHere, InvalidRequest
 from multilora_engine.lora.adapter_events import AdapterEventLog
+from multilora_engine.lora.adapter_sets import AdapterSets
 from multilora_engine.lora.arrivals import LoRAManager
-from multilora_engine.lora.names import TaskId, scoped_task_id, task_id_of
+from multilora_engine.lora.names import SetMember, TaskId, checked_members, scoped_task_id, task_id_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters, describe_remote
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.process.messages import AdapterScope
 from multilora_engine.process.operations import (
+    CombineAdapters,
     DescribeModel,
     ListAdapters,
     LoadAdapter,
+    NamedMember,
     Operation,
     PinAdapter,
     ReadEvents,
@@ -80,6 +83,7 @@ class AdapterOperator:
         self,
         adapters: LoRAManager,
         remote: RemoteAdapters,
+        sets: AdapterSets,
         events: AdapterEventLog,
         usage: AdapterUsage,
         clients: AdapterUsage,
@@ -92,6 +96,7 @@ class AdapterOperator:
         self._read_load = read_load
         self._adapters = adapters
         self._remote = remote
+        self._sets = sets
         self._events = events
         self._usage = usage
         self._clients = clients
@@ -106,6 +111,8 @@ class AdapterOperator:
                 return PendingReport(keys.done, lambda: self._list(keys.result(), scope))
             case LoadAdapter():
                 return self._load(operation)
+            case CombineAdapters():
+                return self._combine(operation)
             case UnloadAdapter():
                 return self._unload(operation)
             case PinAdapter():
@@ -170,6 +177,17 @@ class AdapterOperator:
             return self._fetch(key, operation.source)
         return self._when_arrived(task_id, arrived)
 
+    def _combine(self, operation: CombineAdapters) -> PendingReport:
+        name = operation.name or ""
+        number = task_id_of(name) if operation.lora_task_id is None else operation.lora_task_id
+        members = checked_members(
+            SetMember(_member_id(member), member.weight, member.tenant) for member in operation.members
+        )
+        task_id = scoped_task_id(operation.tenant, number)
+        if (fetch := self._sets.fetch(task_id, members, name)) is None:
+            return self._when_arrived(task_id, self._adapters.load(task_id))
+        return PendingReport(lambda: _has_arrived(fetch), lambda: self._fetched(fetch))
+
     def _when_arrived(self, task_id: TaskId, arrived: Future[None]) -> PendingReport:
         return PendingReport(arrived.done, lambda: self._arrived(task_id, arrived))
 
@@ -192,8 +210,8 @@ class AdapterOperator:
         if fetch.error is not None:
             raise fetch.error
         if fetch.arrived is not None:
-            return self._arrived(fetch.key.lora_task_id, fetch.arrived)
-        return AdapterReport(self._adapters.inventory.info(fetch.key.lora_task_id))
+            return self._arrived(fetch.task_id, fetch.arrived)
+        return AdapterReport(self._adapters.inventory.info(fetch.task_id))
 
     def _unload(self, operation: UnloadAdapter) -> AdapterReport:
         info = self._find(operation)
@@ -220,6 +238,10 @@ class AdapterOperator:
             return self._adapters.inventory.info(task_id)
         except AdapterNotFound:
             raise AdapterNotHere(called) from None
+
+
+def _member_id(member: NamedMember) -> int:
+    return task_id_of(member.name or "") if member.lora_task_id is None else member.lora_task_id
 
 
 def _has_arrived(fetch: Fetch) -> bool:

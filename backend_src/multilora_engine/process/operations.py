@@ -17,6 +17,12 @@ _MAX_NAMES, _MAX_GLOBS, _MAX_NAME_CHARS = 1024, 64, 256
 _Action = Literal["list", "pack", "unpack"]
 
 
+def check_task_id(lora_task_id: int | None) -> None:
+    """Raises ValueError for a number that is no task id."""
+    if lora_task_id is not None and not 0 <= lora_task_id <= _MAX_TASK_ID:
+        raise ValueError(f"lora_task_id is {lora_task_id}, expected 0 .. {_MAX_TASK_ID}")
+
+
 class _Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="operation"):
     """Base of all operations: an unknown key is an error, not a misunderstanding."""
 
@@ -34,8 +40,7 @@ class _OnAdapter(_Operation, frozen=True):
     def __post_init__(self) -> None:
         if self.lora_task_id is None and self.name is None:
             raise ValueError("say which adapter: give lora_task_id or name")
-        if self.lora_task_id is not None and not 0 <= self.lora_task_id <= _MAX_TASK_ID:
-            raise ValueError(f"lora_task_id is {self.lora_task_id}, expected 0 .. {_MAX_TASK_ID}")
+        check_task_id(self.lora_task_id)
 
 
 class ListAdapters(_Operation, frozen=True, tag="list"):
@@ -65,6 +70,30 @@ class LoadAdapter(_OnAdapter, frozen=True, tag="load"):
 
     source: str = ""
     path: str = ""
+
+
+class NamedMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A member of a set, by its task id or its name. tenant: whose adapter it is, empty if it belongs to none."""
+
+    weight: float
+    lora_task_id: int | None = None
+    name: str | None = None
+    tenant: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.lora_task_id is None) == (self.name is None):
+            raise ValueError("a member of a set has one of lora_task_id and name")
+        check_task_id(self.lora_task_id)
+
+
+class CombineAdapters(_OnAdapter, frozen=True, tag="combine"):
+    """Have a set made of other adapters, under a task id or a name; answered when it is there.
+
+    Its update is the sum of its members' updates times their weights. It has the bytes of the members' current versions
+    and keeps them when members are replaced or unloaded. Another adapter under its name follows `lora_on_conflict`.
+    """
+
+    members: list[NamedMember] = msgspec.field(default_factory=list)
 
 
 class ReadEvents(_Operation, frozen=True, tag="events"):
@@ -115,6 +144,7 @@ Operation = (
     | UnloadAdapter
     | PinAdapter
     | UnpinAdapter
+    | CombineAdapters
     | ReadEvents
     | ReadStats
     | ReadLayout

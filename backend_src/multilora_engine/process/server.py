@@ -19,6 +19,7 @@ from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import AdapterNotFound, AdapterNotKept, EngineUnavailable, InternalError, RequestError
 from multilora_engine.lora.adapter_events import AdapterEventLog
+from multilora_engine.lora.adapter_sets import AdapterSets
 from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import TaskId, label_of
@@ -93,6 +94,8 @@ class ServedEngine(Protocol):
     def loras(self) -> LoRAManager: ...
     @property
     def remote(self) -> RemoteAdapters: ...
+    @property
+    def sets(self) -> AdapterSets: ...
     @property
     def lora_events(self) -> AdapterEventLog: ...
     @property
@@ -174,6 +177,7 @@ class EngineServer:
         self._operator = AdapterOperator(
             engine.loras,
             engine.remote,
+            engine.sets,
             engine.lora_events,
             usage,
             self._clients,

@@ -13,7 +13,9 @@ import msgspec
 from multilora_engine.errors import InvalidRequest, PermissionDenied
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.process.operations import (
+    CombineAdapters,
     LoadAdapter,
+    NamedMember,
     Operation,
     PinAdapter,
     ReadStats,
@@ -60,13 +62,16 @@ def grant_operation(operation: Operation, rights: Rights) -> Operation:
             raise PermissionDenied("stats are of all tenants; this API key does not run the server")
         case SwitchWeights():
             raise PermissionDenied("the weights are of all tenants; this API key does not run the server")
-        case LoadAdapter() | UnloadAdapter() | PinAdapter() | UnpinAdapter():
+        case LoadAdapter() | UnloadAdapter() | PinAdapter() | UnpinAdapter() | CombineAdapters():
             return _grant_on_adapter(operation, rights)
         case _:
             return operation
 
 
-def _grant_on_adapter(operation: LoadAdapter | UnloadAdapter | PinAdapter | UnpinAdapter, rights: Rights) -> Operation:
+_OnAdapter = LoadAdapter | UnloadAdapter | PinAdapter | UnpinAdapter | CombineAdapters
+
+
+def _grant_on_adapter(operation: _OnAdapter, rights: Rights) -> Operation:
     rights.check_operate()
     name = operation.name or ""
     lora_task_id = task_id_of(name) if operation.lora_task_id is None else operation.lora_task_id
@@ -81,7 +86,19 @@ def _grant_on_adapter(operation: LoadAdapter | UnloadAdapter | PinAdapter | Unpi
         raise PermissionDenied(
             f"LoRA adapter {name or lora_task_id} is the server's own, which this API key may only load"
         )
+    if isinstance(operation, CombineAdapters):
+        members = [_grant_member(member, rights) for member in operation.members]
+        return msgspec.structs.replace(operation, tenant=tenant, members=members)
     return msgspec.structs.replace(operation, tenant=tenant)
+
+
+def _grant_member(member: NamedMember, rights: Rights) -> NamedMember:
+    name = member.name or ""
+    lora_task_id = task_id_of(name) if member.lora_task_id is None else member.lora_task_id
+    tenant = rights.adapter_tenant(lora_task_id, name)
+    if member.tenant not in ("", tenant):
+        raise PermissionDenied(f"this API key may not use adapters of tenant {member.tenant[:64]!r}")
+    return msgspec.structs.replace(member, tenant=tenant)
 
 
 class AdaptersModel:

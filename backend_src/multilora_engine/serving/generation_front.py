@@ -25,7 +25,7 @@ from multilora_engine.serving.prompt_answer import PromptTokens
 from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
 from multilora_engine.serving.request_parser import GenerateCall, UploadCall, is_stop, read_call
 from multilora_engine.serving.senders import Rights
-from multilora_engine.serving.sent_adapter import has_weights, read_task_id, weights_bytes
+from multilora_engine.serving.sent_adapter import has_weights, read_set, read_task_id, weights_bytes
 from multilora_engine.serving.triton_api import TritonRequest, parameters_of, trace_id_of
 from multilora_engine.serving.unsupported import refuse_lost_inputs
 from multilora_engine.serving.uploads import InFlight, Uploads
@@ -133,6 +133,7 @@ class GenerationFront(Front):
         requests, rows = _expand(call, _timeout_s(request), tokenizer)
         requests = [rights.grant(request, call.is_streaming) for request in requests]
         sent, task_ids = call.adapter, {request.task_id for request in requests}
+        task_ids.update(member.task_id for request in requests for member in request.lora_set)
         sent_id = rights.uploaded_task_id(sent.lora_task_id, call.lora_names[0]) if sent else None
         reply = self._reply(call, rows, responder, tokenizer)
         trace_id = trace_id_of(request)
@@ -214,6 +215,7 @@ def _expand(
                 num_tokens_ahead=num_tokens,
                 tells_perf=call.is_streaming and (call.returns_perf or call.returns_kv_cache),
                 lora_start=call.lora_starts[batch_index],
+                lora_set=call.lora_sets[batch_index],
             )
             num_tokens += len(prompt) + sampling.max_tokens
             requests.append(request)
@@ -262,10 +264,12 @@ def _transcripts(
 
 def _named_task_ids(inputs: InputTensors, rights: Rights) -> set[TaskId | None]:
     """The adapters that a request names, which has not been read yet. Raises InvalidRequest, PermissionDenied."""
-    named = inputs.present("lora_task_id", "lora_name")
+    named = inputs.present("lora_task_id", "lora_name", "lora_set_task_ids")
     task_ids: set[TaskId | None] = set()
     for row in range(inputs.num_rows(named[0]) if named else 0):
-        if (task_id := read_task_id(inputs, row)) is not None:
+        if members := read_set(inputs, row):
+            task_ids.update(scoped_task_id(rights.adapter_tenant(m.lora_task_id, ""), m.lora_task_id) for m in members)
+        elif (task_id := read_task_id(inputs, row)) is not None:
             tenant = rights.adapter_tenant(task_id, inputs.text("lora_name", row) or "")
             task_ids.add(scoped_task_id(tenant, task_id))
     return task_ids

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest, Unsupported
+from multilora_engine.lora.names import SetMember
 from multilora_engine.request import SamplingParams
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.prompts import encode_messages, encode_text
@@ -17,6 +18,7 @@ from multilora_engine.serving.sent_adapter import (
     check_adapter_tensors,
     has_weights,
     read_adapter,
+    read_set,
     read_task_id,
 )
 from multilora_engine.serving.unsupported import refuse_unsupported
@@ -29,6 +31,7 @@ class GenerateCall:
 
     lora_names: of each row, empty without one; the task id that goes with it is in `lora_task_ids`. lora_starts: the
     positions from which on their adapters compute, None without one.
+    lora_sets: of each row, the members of a set; empty for any other adapter.
     priorities: of each row, smaller ones first.
     """
 
@@ -38,6 +41,7 @@ class GenerateCall:
     lora_task_ids: list[int | None]
     lora_names: list[str]
     lora_starts: list[int | None]
+    lora_sets: list[tuple[SetMember, ...]]
     priorities: list[int]
     adapter: SentAdapter | None
     is_streaming: bool
@@ -102,6 +106,7 @@ def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer)
         lora_task_ids=[read_task_id(inputs, row) for row in rows],
         lora_names=[inputs.text("lora_name", row) or "" for row in rows],
         lora_starts=[inputs.scalar("lora_start", row) for row in rows],
+        lora_sets=[read_set(inputs, row) for row in rows],
         priorities=[inputs.scalar("priority", row) or 0 for row in rows],
         is_streaming=is_streaming,
         excludes_input=inputs.common("exclude_input_in_output", default=info.exclude_input_in_output),

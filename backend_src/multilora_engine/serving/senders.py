@@ -15,7 +15,7 @@ import msgspec
 
 from multilora_engine.engine_info import ClientPolicy
 from multilora_engine.errors import ConfigError, InvalidRequest, PermissionDenied, Unauthenticated
-from multilora_engine.lora.names import TaskId, scoped_task_id, task_id_of
+from multilora_engine.lora.names import SetMember, TaskId, scoped_task_id, task_id_of
 from multilora_engine.process.messages import AdapterScope
 from multilora_engine.request import GenerationRequest, Sender
 from multilora_engine.serving.triton_api import TritonRequest, parameters_of
@@ -90,12 +90,21 @@ class Rights:
     def grant(self, request: GenerationRequest, is_streaming: bool) -> GenerationRequest:
         """A request as the engine may take it from the sender. Raises PermissionDenied."""
         is_unheard = not (is_streaming or self.sender.is_known or self.sender.is_canary)
-        return msgspec.structs.replace(
+        granted = msgspec.structs.replace(
             request,
             sender=msgspec.structs.replace(self.sender, is_unheard=is_unheard),
-            adapter_tenant=self.adapter_tenant(request.lora_task_id, request.lora_name),
             priority=max(request.priority, self.min_priority),
         )
+        if request.lora_set:
+            members = tuple(self._grant_member(member) for member in request.lora_set)
+            return msgspec.structs.replace(granted, lora_set=members, adapter_tenant=self.sender.tenant)
+        tenant = self.adapter_tenant(request.lora_task_id, request.lora_name)
+        return msgspec.structs.replace(granted, adapter_tenant=tenant)
+
+    def _grant_member(self, member: SetMember) -> SetMember:
+        """A set is a new adapter, which takes memory and disk: a key makes one if it may send one."""
+        self.check_upload()
+        return msgspec.structs.replace(member, tenant=self.adapter_tenant(member.lora_task_id, ""))
 
 
 class SenderBook:

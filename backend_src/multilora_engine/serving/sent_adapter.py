@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.layout import PackedAdapter
-from multilora_engine.lora.names import task_id_of
+from multilora_engine.lora.names import SetMember, checked_members, set_task_id, task_id_of
 from multilora_engine.serving.inputs import InputTensors
 from multilora_wire.adapter_origin import WrongBaseModel
 from multilora_wire.layout import AdapterLayout
@@ -133,6 +133,7 @@ def has_weights(inputs: InputTensors) -> bool:
 
 def check_adapter_tensors(inputs: InputTensors) -> None:
     """Whether a request has an adapter in one form, which is complete, or none. Raises InvalidRequest."""
+    _has_set(inputs)
     weights, files = inputs.present(*_WEIGHTS), inputs.present(*_FILES)
     if files and (tensors := inputs.present(*_WEIGHTS, "lora_config")):
         raise InvalidRequest(
@@ -152,8 +153,35 @@ def check_adapter_tensors(inputs: InputTensors) -> None:
         raise InvalidRequest(f"lora_task_id must be set for LoRA inference: the request has {found} and no id")
 
 
+_SET = ("lora_set_task_ids", "lora_set_weights")
+
+
+def read_set(inputs: InputTensors, row: int) -> tuple[SetMember, ...]:
+    """The members of the set that a row asks for; none if it asks for no set. Raises InvalidRequest."""
+    if not _has_set(inputs):
+        return ()
+    task_ids, weights = (inputs.vector(name, row) or [] for name in _SET)
+    if len(task_ids) != len(weights):
+        raise InvalidRequest(
+            f"lora_set_task_ids has {len(task_ids)} values and lora_set_weights {len(weights)}; each member has both"
+        )
+    named = zip(task_ids, weights, strict=True)
+    return checked_members(SetMember(lora_task_id, weight) for lora_task_id, weight in named)
+
+
+def _has_set(inputs: InputTensors) -> bool:
+    given = inputs.present(*_SET)
+    if len(given) == 1:
+        raise InvalidRequest(f"a set needs both {' and '.join(_SET)}; the request has only {given[0]}")
+    if given and (others := inputs.present("lora_task_id", "lora_name", *_WEIGHTS, *_FILES)):
+        raise InvalidRequest(f"the request has {' and '.join(_SET)}, and {others[0]}: it can have one adapter")
+    return bool(given)
+
+
 def read_task_id(inputs: InputTensors, row: int) -> int | None:
-    """The adapter of a row, by its id, its name or both; None is the base model."""
+    """The adapter of a row, by its id, its name or both, or by its members; None is the base model."""
+    if members := read_set(inputs, row):
+        return set_task_id(members)
     task_id: int | None = inputs.scalar("lora_task_id", row)
     name = inputs.text("lora_name", row)
     if name is None:

@@ -6,9 +6,11 @@ import pytest
 
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.process.operations import (
+    CombineAdapters,
     DescribeModel,
     ListAdapters,
     LoadAdapter,
+    NamedMember,
     PinAdapter,
     ReadEvents,
     SwitchWeights,
@@ -28,6 +30,10 @@ def test_the_key_operation_tells_what_is_meant() -> None:
     assert parse_operation('{"operation": "events", "since": 3}') == ReadEvents(3)
     assert parse_operation('{"operation": "load", "name": "x", "source": "hub"}') == LoadAdapter(name="x", source="hub")
     assert parse_operation('{"operation": "load", "name": "x", "path": "/a"}') == LoadAdapter(name="x", path="/a")
+    members = '[{"name": "y", "weight": 1}, {"lora_task_id": 0, "weight": -2.5}]'
+    assert parse_operation(f'{{"operation": "combine", "name": "x", "members": {members}}}') == CombineAdapters(
+        name="x", members=[NamedMember(1.0, name="y"), NamedMember(-2.5, 0)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,6 +48,11 @@ def test_the_key_operation_tells_what_is_meant() -> None:
         ('{"operation": "weights", "action": "melt"}', "Invalid enum value 'melt'"),
         ('{"operation": "weights", "action": "unpack", "path": "auto"}', "unknown field `path`"),
         ('{"operation": "pin"}', "give lora_task_id or name"),
+        ('{"operation": "combine", "members": []}', "give lora_task_id or name"),
+        ('{"operation": "combine", "name": "x", "members": [{"name": "y"}]}', "missing required field `weight`"),
+        ('{"operation": "combine", "name": "x", "members": [{"weight": 1}]}', "has one of lora_task_id and name"),
+        ('{"operation": "combine", "name": "x", "members": [{"name": "y", "weight": NaN}]}', "malformed"),
+        ('{"operation": "combine", "name": "x", "members": [{"lora_task_id": -1, "weight": 1}]}', "lora_task_id is -1"),
         ('{"operation": "pin", "lora_task_id": "7"}', "Expected `int | null`, got `str`"),
         ('{"operation": "pin", "lora_task_id": -1}', "lora_task_id is -1, expected 0 .. 18446744073709551615"),
         ('{"operation": "pin", "lora_task_id": 18446744073709551616}', "expected 0 .. 18446744073709551615"),

@@ -20,7 +20,7 @@ from support.sources import NO_BASE, GatedSource, GivenSource, digest_of, save_a
 
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import pack_adapter
-from multilora_engine.lora.layout import PackedAdapter
+from multilora_engine.lora.layout import PackedAdapter, set_digest
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.lora.sources.fetcher import AdapterFetcher
 from multilora_engine.serving.adapters_model import AdaptersFront
@@ -74,6 +74,43 @@ def test_a_pinned_adapter_stays_so_until_it_is_unpinned(link: EngineLink) -> Non
     assert operate(link, "pin", lora_task_id=7)["adapter"]["is_pinned"]
     assert operate(link, "list")["adapters"][0]["is_pinned"]
     assert not operate(link, "unpin", lora_task_id=7)["adapter"]["is_pinned"]
+
+
+def test_a_set_is_made_and_listed_with_its_members(link: EngineLink) -> None:
+    upload(link, 7, 8)
+    members = [{"lora_task_id": 8, "weight": -0.5}, {"lora_task_id": 7, "weight": 2}]
+    made = operate(link, "combine", name="both", members=members)["adapter"]
+    digest = set_digest([(packed(seed=7).digest, 2.0), (packed(seed=8).digest, -0.5)])
+    assert (made["name"], made["digest"], made["ranks"]) == ("both", digest, [8, 14])
+    assert {(m["lora_task_id"], m["weight"], m["digest"]) for m in made["members"]} == {
+        (7, 2.0, packed(seed=7).digest),
+        (8, -0.5, packed(seed=8).digest),
+    }
+    listed = operate(link, "list")["adapters"]
+    assert [adapter["name"] for adapter in listed if adapter["members"]] == ["both"]
+    assert operate(link, "combine", name="both", members=members[::-1])["adapter"]["digest"] == digest, "again"
+    assert operate(link, "combine", name="both", members=members[:1])[0] == "ALREADY_EXISTS"
+
+
+@pytest.mark.parametrize(
+    ("members", "code", "reason"),
+    [
+        ([], "INVALID_ARG", "a set has 1 to 8 members, this one has 0"),
+        ([{"lora_task_id": n, "weight": 1} for n in range(9)], "INVALID_ARG", "this one has 9"),
+        ([{"lora_task_id": 7, "weight": 0}], "INVALID_ARG", "the weight of LoRA task 7 in the set is 0"),
+        ([{"lora_task_id": 7, "weight": 1e39}], "INVALID_ARG", "finite in float32"),
+        ([{"lora_task_id": 7, "weight": 1}] * 2, "INVALID_ARG", "LoRA task 7 is in the set twice"),
+        ([{"lora_task_id": 9, "weight": 1}], "NOT_FOUND", "LoRA task 9 not found in cache"),
+        ([{"lora_task_id": n, "weight": 1} for n in (7, 8, 10)], "INVALID_ARG", r"low_rank (21). low_rank must be <="),
+    ],
+)
+def test_a_set_that_there_cannot_be_is_refused(
+    link: EngineLink, members: list[dict[str, Any]], code: str, reason: str
+) -> None:
+    upload(link, 7, 8, 10)
+    answer = operate(link, "combine", name="both", members=members)
+    assert (answer[0], reason in answer[1]) == (code, True), answer
+    assert [adapter["lora_task_id"] for adapter in operate(link, "list")["adapters"]] == [7, 8, 10]
 
 
 def test_an_unloaded_adapter_is_gone_for_new_requests_and_stays_for_those_in_flight(link: EngineLink) -> None:

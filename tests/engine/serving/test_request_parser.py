@@ -12,6 +12,7 @@ from support.fake_triton import FakeRequest
 
 from multilora_engine.errors import InvalidRequest, RequestError, Unsupported
 from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.names import SetMember, set_task_id
 from multilora_engine.request import Guide, SamplingParams
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.request_parser import GenerateCall, UploadCall, is_stop, read_call
@@ -364,3 +365,41 @@ def test_stop_is_seen_whatever_else_is_in_the_request() -> None:
     assert is_stop(InputTensors(FakeRequest({"stop": [[True]], "input_ids": [[0]]})))
     assert not is_stop(InputTensors(FakeRequest({"stop": [[False]]})))
     assert not is_stop(InputTensors(FakeRequest({})))
+
+
+def set_tensors(task_ids: list[Any], weights: list[Any]) -> dict[str, Any]:
+    return {
+        "lora_set_task_ids": np.array([task_ids], np.uint64),
+        "lora_set_weights": np.array([weights], np.float32),
+    }
+
+
+def test_a_set_is_an_adapter_by_its_members_in_any_order(read: Any) -> None:
+    call = read(prompt(**set_tensors([2**64 - 1, 7], [0.5, -2.0])))
+    members = (SetMember(7, -2.0), SetMember(2**64 - 1, 0.5))
+    assert (call.lora_sets, call.lora_task_ids) == ([members], [set_task_id(members)])
+    assert read(prompt(**set_tensors([7, 2**64 - 1], [-2.0, 0.5]))).lora_task_ids == call.lora_task_ids
+    assert read(prompt()).lora_sets == [()]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        (without(set_tensors([7], [1.0]), "lora_set_weights"), "the request has only lora_set_task_ids"),
+        (without(set_tensors([7], [1.0]), "lora_set_task_ids"), "the request has only lora_set_weights"),
+        (set_tensors([7, 8], [1.0]), "lora_set_task_ids has 2 values and lora_set_weights 1"),
+        (set_tensors([], []), "a set has 1 to 8 members, this one has 0"),
+        (set_tensors([7], [np.nan]), "the weight of LoRA task 7 in the set is nan"),
+        (set_tensors([7, 7], [1.0, 2.0]), "LoRA task 7 is in the set twice"),
+        ({**set_tensors([7], [1.0]), "lora_task_id": [[7]]}, "and lora_task_id: it can have one adapter"),
+        ({**set_tensors([7], [1.0]), "lora_name": [["x"]]}, "and lora_name: it can have one adapter"),
+        (
+            {**set_tensors([7], [1.0]), "lora_weights": WEIGHTS, "lora_config": CONFIG},
+            "and lora_weights: it can have one adapter",
+        ),
+    ],
+)
+def test_a_set_that_is_none_or_not_alone_is_refused(read: Any, tensors: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read(prompt(**tensors))
+    assert reason in str(caught.value)

@@ -30,6 +30,7 @@ from multilora_client.openai.app import make_app
 from multilora_client.openai.catalogue import Catalogue
 from multilora_engine.engine_info import ClientPolicy
 from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.layout import set_digest
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.serving.adapters_model import AdaptersFront
 from multilora_engine.serving.engine_link import EngineLink
@@ -55,6 +56,7 @@ WHO = st.sampled_from(list(KEYS))
 NAMES = ["same", "other", "shared/a", "shared/b"]
 TASKS: st.SearchStrategy[Task] = st.sampled_from([7, 8, 100, 101, *NAMES])
 REQUEST_IDS = st.sampled_from(["1", "2"])
+SETS = st.dictionaries(st.sampled_from([7, 8, 100, 101]), st.sampled_from([0.5, -1.0]), min_size=1, max_size=2)
 
 
 BASE = "the base model"
@@ -206,6 +208,53 @@ class Tenants(RuleBasedStateMachine):
         else:
             assert response.arrays["lora_digest"].item().decode() == self.owned[key]
             assert response.arrays["lora_task_id_out"].item() == number(task)
+
+    @rule(who=WHO, weights=SETS)
+    def use_a_set(self, who: str, weights: dict[int, float]) -> None:
+        """Of adapters that the key may use; a set is a new adapter, so the key may send some, too."""
+        tensors = {
+            "lora_set_task_ids": np.array([list(weights)], np.uint64),
+            "lora_set_weights": np.array([list(weights.values())], np.float32),
+        }
+        (response,) = self.ask(who, {"input_ids": [[5]], "max_tokens": [[1]], **tensors}).sender.responses
+        if not KEYS[who]:
+            assert error_of(response) == "UNAUTHENTICATED"
+            return
+        keys = {task: self.means(who, task) for task in weights}
+        if not KEYS[who].get("upload") or None in keys.values():
+            assert error_of(response) == "PERMISSION_DENIED"
+        elif not self.owned.keys() >= set(keys.values()):
+            assert error_of(response) == "NOT_FOUND"
+        else:
+            digests = [(self.owned[key], weights[task]) for task, key in keys.items() if key is not None]
+            assert response.arrays["lora_digest"].item().decode() == set_digest(digests)
+            assert self.engine.accepted[-1].adapter_tenant == KEYS[who].get("tenant", "")
+
+    @rule(who=WHO, task=st.sampled_from([20, "set"]), weights=SETS)
+    def combine(self, who: str, task: Task, weights: dict[int, float]) -> None:
+        members = [{"lora_task_id": number, "weight": weight} for number, weight in weights.items()]
+        report = self.operate(who, "combine", members=members, **fields_of(task))
+        if not KEYS[who]:
+            assert report == "UNAUTHENTICATED"
+            return
+        keys, made, tenant = (
+            {n: self.means(who, n) for n in weights},
+            self.means(who, task),
+            KEYS[who].get("tenant", ""),
+        )
+        if not KEYS[who].get("operate") or made is None or made[0] != tenant or None in keys.values():
+            assert report == "PERMISSION_DENIED"
+        elif not self.owned.keys() >= set(keys.values()):
+            assert report == "NOT_FOUND"
+        else:
+            digest = set_digest((self.owned[key], weights[n]) for n, key in keys.items() if key is not None)
+            if self.owned.get(made, digest) != digest:
+                assert report == "ALREADY_EXISTS"
+                return
+            assert report["adapter"]["digest"] == digest
+            if made not in self.owned:
+                self.events[tenant].append(("combined", number(task)))
+            self.owned[made] = digest
 
     @rule(who=WHO.filter(lambda who: bool(KEYS[who].get("base_model"))), request_id=REQUEST_IDS)
     def start(self, who: str, request_id: str) -> None:
