@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
@@ -30,17 +30,18 @@ class Account:
     """What a client, or one of its adapters, has used of the engine's thread, in seconds.
 
     step_s: of steps and of the host's work, over the client's weight. Only the engine's thread writes it. guide_s: of
-    compiling guides, likewise. Only the threads that compile guides write it. num_sequences: in the engine. parts: the
-    accounts under this one. floor_s: the use of the part that went first lately. A new part starts there: nobody
-    saves up.
+    compiling guides, likewise. Only the threads that compile guides write it. num_users: sequences in the engine, and
+    guides that are compiled. parts: the accounts under this one. floor_s: the use of the part that went first lately. A
+    new part starts there: nobody saves up.
     """
 
-    __slots__ = ("floor_s", "guide_s", "num_sequences", "parts", "step_s")
+    __slots__ = ("floor_s", "guide_s", "num_users", "parts", "step_s", "weight")
 
     def __init__(self, step_s: float = 0.0) -> None:
         self.step_s = step_s
         self.guide_s = 0.0
-        self.num_sequences = 0
+        self.weight = 1.0
+        self.num_users = 0
         self.parts: dict[Hashable, Account] = {}
         self.floor_s = 0.0
 
@@ -49,17 +50,17 @@ class Account:
         return self.step_s + self.guide_s
 
     def open(self, key: Hashable) -> Account:
-        """The account of a part that has one more sequence."""
+        """The account of a part that has one more user."""
         part = self.parts.get(key)
         if part is None:
             part = self.parts[key] = Account(self.floor_s)
-        part.num_sequences += 1
+        part.num_users += 1
         return part
 
     def close(self, key: Hashable) -> None:
-        """A sequence of a part has ended. An account without sequences is forgotten."""
-        self.parts[key].num_sequences -= 1
-        if not self.parts[key].num_sequences:
+        """A part has one user less. An account without users is forgotten."""
+        self.parts[key].num_users -= 1
+        if not self.parts[key].num_users:
             del self.parts[key]
 
 
@@ -73,25 +74,40 @@ class Accounts:
 
     def __init__(self) -> None:
         self.clients = Account()
+        self._of_sequence: dict[Sequence, tuple[Account, Account]] = {}
 
-    def open(self, sequence: Sequence) -> Account:
-        """A sequence comes in. The account of its client."""
-        client = self.clients.open(sequence.request.sender.account)
-        client.open(sequence.request.task_id)
+    def open_client(self, sender: Sender) -> Account:
+        """The account of a sender, until `close_client`."""
+        client = self.clients.open(sender.account)
+        client.weight = sender.weight
         return client
 
+    def close_client(self, sender: Sender) -> None:
+        self.clients.close(sender.account)
+
+    def open(self, sequence: Sequence) -> None:
+        """A sequence comes in."""
+        client = self.open_client(sequence.request.sender)
+        self._of_sequence[sequence] = client, client.open(sequence.request.task_id)
+
     def close(self, sequence: Sequence) -> None:
-        """A sequence that came in has ended or goes elsewhere."""
-        self.client(sequence).close(sequence.request.task_id)
-        self.clients.close(sequence.request.sender.account)
+        """A sequence that came in has ended."""
+        client, _ = self._of_sequence.pop(sequence)
+        client.close(sequence.request.task_id)
+        self.close_client(sequence.request.sender)
 
     def client(self, sequence: Sequence) -> Account:
         """The account of a sequence's client."""
-        return self.clients.parts[sequence.request.sender.account]
+        return self._of_sequence[sequence][0]
 
     def adapter(self, sequence: Sequence) -> Account:
         """The account of a sequence's adapter."""
-        return self.client(sequence).parts[sequence.request.task_id]
+        return self._of_sequence[sequence][1]
+
+    def _of_beam(self, sequence: Sequence) -> tuple[Account, Account]:
+        """The accounts of a further beam of a search."""
+        client = self.clients.parts[sequence.request.sender.account]
+        return client, client.parts[sequence.request.task_id]
 
     def has_others(self, sequence: Sequence) -> bool:
         """Whether clients other than a sequence's have sequences in the engine."""
@@ -99,8 +115,22 @@ class Accounts:
 
     def charge(self, sequence: Sequence, seconds: float) -> None:
         """A sequence takes so many seconds of the engine's thread."""
-        self.client(sequence).step_s += seconds / sequence.request.sender.weight
-        self.adapter(sequence).step_s += seconds
+        client, adapter = self._of_sequence.get(sequence) or self._of_beam(sequence)
+        client.step_s += seconds / client.weight
+        adapter.step_s += seconds
+
+    def over_their_shares(self, held: Iterable[tuple[Sequence, float]], whole: float) -> set[Account]:
+        """The clients that hold more of a whole than their shares, which go by their weights.
+
+        held: what each sequence has of it. Shares, not accounts, decide who gives way in a batch: by their accounts
+        clients would change places again and again, and the running answers of a client far ahead would get no token.
+        """
+        parts: defaultdict[Account, float] = defaultdict(float)
+        for sequence, part in held:
+            parts[self._of_sequence[sequence][0]] += part
+        total = sum(client.weight for client in parts)
+        over = {client for client, part in parts.items() if part / whole > client.weight / total}
+        return over if len(parts) > 1 else set()
 
     def charge_host_work(self, sequence: Sequence, seconds: float, num_sharing: int) -> None:
         """The words, guide or beams of a sequence took so many seconds between two steps.
@@ -122,23 +152,6 @@ def has_host_work(sampling: SamplingParams) -> bool:
     """Whether tokens of a request may cost the host more than tokens of any other request."""
     has_words = bool(sampling.stop_words or sampling.stop_token_sequences)
     return has_words or sampling.guide is not None or sampling.beam_width > 1
-
-
-def over_their_shares(held: Iterable[tuple[Sender, float]], whole: float) -> set[str]:
-    """The accounts of the senders that hold more of a whole than their shares, which go by their weights.
-
-    held: what each sequence has of it. Shares, not accounts, decide who gives way in a batch: by their accounts clients
-    would change places again and again, and the running answers of a client far ahead would get no token.
-    """
-    parts: Counter[str] = Counter()
-    weights: dict[str, float] = {}
-    for sender, part in held:
-        parts[sender.account] += part  # type: ignore[assignment]  # a counter of floats
-        weights[sender.account] = sender.weight
-    if len(weights) < 2:
-        return set()
-    total = sum(weights.values())
-    return {name for name, part in parts.items() if part / whole > weights[name] / total}
 
 
 class _Waiting(Protocol):
@@ -374,7 +387,7 @@ class FairQueue:
         assert len(found) == len(self._waiting)
         assert set(found) == self._waiting
         for sequence in (*found, *running):
-            assert self._accounts.adapter(sequence).num_sequences > 0, "a sequence has no account"
+            assert self._accounts.adapter(sequence).num_users > 0, "a sequence has no account"
 
     def _line(self, sequence: Sequence) -> _Line | None:
         priority, name, task_id = _path(sequence)

@@ -130,7 +130,7 @@ class GuideQueue:
     def add(self, sequence: Sequence, guide: Guide, end_tokens: tuple[int, ...]) -> None:
         """Let a sequence wait for its matcher, which `poll` gives, until `give_up`."""
         arrival, deadline_s = next(self._arrivals), time.monotonic() + COMPILE_TIMEOUT_S
-        account = self._accounts.open(sequence)
+        account = self._accounts.open_client(sequence.request.sender)
         job = GuideJob(guide.num_bytes, arrival, guide, end_tokens, sequence.request.sender, account, deadline_s)
         self._jobs[sequence] = job
         with self._wake_up:
@@ -146,7 +146,7 @@ class GuideQueue:
         job = self._jobs.pop(sequence, None)
         if job is not None:
             job.is_given_up = True
-            self._accounts.close(sequence)
+            self._accounts.close_client(sequence.request.sender)
         return job is not None
 
     def poll(self) -> Iterator[tuple[Sequence, GuideMatcher | RequestError]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-from multilora_engine.engine.accounts import over_their_shares
 from multilora_engine.engine.engine_stats import PaceStats
 from multilora_engine.sequences.scheduled_sequence import ScheduledSequence
 from multilora_engine.sequences.sequence import Sequence
@@ -50,7 +50,7 @@ is so many times shorter tells that the steps before it were the odd ones: a mac
 
 
 class StepWork(NamedTuple):
-    """The tokens of a step. num_own: of answers. num_more: of prompts, and of answers that take turns."""
+    """The tokens of a step. num_own: of answers. num_more: of prompts (by price), and of answers that take turns."""
 
     num_own: int
     num_more: int
@@ -158,7 +158,7 @@ class Pace:
         self.times = StepTimes()
         self._target_s = target_s
         self._plan = Plan([])
-        self._over: set[str] = set()
+        self._over: AbstractSet[Sequence] = frozenset()
         self._num_turns = 0
         self._last_target_s = 0.0
         self._num_limited_steps = 0
@@ -182,41 +182,54 @@ class Pace:
         """The time between the last step and the next one, for which running answers have already waited."""
         self._interruption_s = seconds
 
-    def plan(self, decoding: list[Sequence], is_shared: bool = False, num_burst: int = 0) -> Plan:
-        """The plan of the next step. decoding: the answers that could get a token. is_shared: whether several clients
-        have sequences that run or wait. num_burst: prompts of the only client that came before its answers began.
+    def plan(
+        self,
+        decoding: list[Sequence],
+        over: AbstractSet[Sequence] = frozenset(),
+        is_shared: bool = False,
+        num_burst: int = 0,
+    ) -> Plan:
+        """The plan of the next step. decoding: the answers that could get a token. over: those of clients that have
+        more of them than their shares. is_shared: whether several clients have sequences that run or wait. num_burst:
+        prompts of the only client that came before its answers began.
         """
-        self._over = set()
+        self._over = over
         self._plan = Plan(decoding)
         if self._target_s == 0 or not decoding:
+            self._over = frozenset()
             return self._plan
-        if is_shared:
-            rows = ((sequence.request.sender, _num_rows([sequence])) for sequence in decoding)
-            self._over = over_their_shares(rows, _num_rows(decoding))
-        own = [s for s in decoding if s.request.sender.account not in self._over] if self._over else decoding
+        own = [sequence for sequence in decoding if sequence not in over] if over else decoding
         if self._num_unmeasured + 1 >= _STEPS_OF_ANSWERS or not self.times.is_known:
             self._plan = Plan(own, num_tokens=0, least=0)
             return self._plan
-        own_s = self.times.own_s(_num_rows(own))
+        own_s = self.times.own_s(num_rows(own))
         self._last_target_s = self._target(own, own_s, is_shared, num_burst)
         spare_s = max(0.0, self._last_target_s - own_s - self._interruption_s)
-        turns = self._turns(decoding, spare_s / 2) if self._over else []
-        turns_s = _num_rows(turns) * self.times.token_s
+        turns = self._turns(decoding, spare_s / 2) if over else []
+        turns_s = num_rows(turns) * self.times.token_s
         share_s = (own_s + turns_s) * _PROMPT_SHARE / (1 - _PROMPT_SHARE)
         has_turn = {*own, *turns}
-        answers = [s for s in decoding if s in has_turn] if self._over else decoding
+        answers = [sequence for sequence in decoding if sequence in has_turn] if over else decoding
         num_tokens = max(spare_s - turns_s, share_s) / self.times.token_s
         self._plan = Plan(answers, turns, num_tokens)
         return self._plan
 
+    def rest_s(self, step: list[ScheduledSequence]) -> float:
+        """The seconds of a step that do not grow with its tokens, split by these."""
+        num_tokens = sum(one.num_tokens for one in step)
+        num_answers = sum(one.num_tokens == 1 for one in step)
+        return max(0.0, self.times.own_s(num_answers) - num_answers * self.times.token_s) / max(1, num_tokens)
+
     def launch(self, step: list[ScheduledSequence]) -> StepWork:
         """The planned step has been scheduled. Its work, for `note_read`."""
-        num_own = sum(scheduled.num_tokens == 1 for scheduled in step)
-        if self._over:
-            num_own -= sum(s.num_tokens == 1 and s.sequence.request.sender.account in self._over for s in step)
-        work = StepWork(num_own, sum(scheduled.num_tokens for scheduled in step) - num_own)
+        prompts = [one for one in step if one.num_tokens > 1]
+        num_answers = len(step) - len(prompts)
+        num_turns = sum(one.num_tokens == 1 and one.sequence in self._over for one in step) if self._over else 0
+        num_prompt_tokens = sum(one.num_tokens * _price(one.sequence) for one in prompts)
+        work = StepWork(num_answers - num_turns, num_turns + num_prompt_tokens)
         self._num_unmeasured = self._num_unmeasured + 1 if work.num_own and work.num_more else 0
         self._num_limited_steps += not self._plan.has_room and not step[-1].is_decode
+        self._plan, self._over = Plan([]), frozenset()
         return work
 
     def note_read(self, started_s: float, work: StepWork) -> None:
@@ -241,20 +254,20 @@ class Pace:
             return self._target_s
         if is_shared:
             return _SHARED_TARGET_MULTIPLE * own_s
-        burst_s = self.times.own_s(_num_rows(own) + num_burst)
+        burst_s = self.times.own_s(num_rows(own) + num_burst)
         return max(_TARGET_MULTIPLE * own_s, _BURST_TARGET_MULTIPLE * burst_s)
 
     def _turns(self, decoding: list[Sequence], spare_s: float) -> list[Sequence]:
         """The answers of the clients over their shares that have a turn: those that have waited longest, as many as
         there is time for, one at least."""
         self._num_turns += 1
-        others = [s for s in decoding if s.request.sender.account in self._over]
+        others = [sequence for sequence in decoding if sequence in self._over]
         others.sort(key=lambda sequence: sequence.last_turn)
-        num_rows = spare_s / self.times.token_s
+        left = spare_s / self.times.token_s
         turns: list[Sequence] = []
         for sequence in others:
-            num_rows -= _num_rows([sequence])
-            if num_rows < 0 and turns:
+            left -= num_rows([sequence])
+            if left < 0 and turns:
                 break
             turns.append(sequence)
         return turns
@@ -264,6 +277,6 @@ def _price(sequence: Sequence) -> int:
     return _TOKENS_OF_LOGITS if sequence.request.sampling.reads_whole_prompt else 1
 
 
-def _num_rows(sequences: Iterable[Sequence]) -> int:
+def num_rows(sequences: Iterable[Sequence]) -> int:
     """One token of each sequence, or of each of its beams."""
     return sum(len(sequence.siblings) + 1 for sequence in sequences)

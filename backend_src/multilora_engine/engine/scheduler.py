@@ -7,10 +7,10 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Set
 from itertools import chain, islice, takewhile
 
-from multilora_engine.engine.accounts import Accounts, FairQueue, over_their_shares
+from multilora_engine.engine.accounts import Accounts, FairQueue
 from multilora_engine.engine.engine_stats import PromptWaitStats
 from multilora_engine.engine.kv_cache import BlockAllocator
-from multilora_engine.engine.pace import Pace, Plan
+from multilora_engine.engine.pace import Pace, Plan, num_rows
 from multilora_engine.lora.adapter_state import CachedAdapter
 from multilora_engine.lora.memory_tiers import MemoryTiers
 from multilora_engine.sequences.scheduled_sequence import ScheduledSequence
@@ -145,17 +145,17 @@ class Scheduler:
     victims of later ones, the first always comes to its end. Tokens that the cache still holds of a sequence that
     starts, computed for itself or for another one, are not computed again.
 
-    While a client with less than its share of the places and blocks waits, and has not used more, clients with more
-    than their shares give some back, the last that started first: a client with long answers cannot occupy the server.
-    A client with no more than its share never gives way.
+    While a client with less than its share of the places and blocks waits, and has used less, clients with more than
+    their shares give some back, the last that started first: a client with long answers cannot occupy the server. A
+    client with no more than its share never gives way.
 
     A prompt that has waited longer than `PromptWaits` allows goes before all later ones of its client and adapter,
     however long it is.
 
     `Pace` limits the tokens of prompts, and the running sequences of clients that hold more than their shares, by the
-    time that a step takes. A step's time is charged to the accounts: each token of a prompt costs what one more token
-    takes, and the rest of the time is split by all tokens. Tokens that a preemption lost are computed again without
-    charge: the answers of other clients may have caused it.
+    time that a step takes. A step's time is charged to the accounts: each token costs what one more token takes, and
+    the rest of the time is split by all tokens. Tokens that a preemption lost are computed again without charge: the
+    answers of other clients may have caused it.
 
     The beams of a search are admitted, preempted and finished together, and compute their last tokens in the same step.
     """
@@ -215,12 +215,14 @@ class Scheduler:
         if may_admit:
             self._make_way(step)
         self._schedule_prompts(step, [s for s in prompts if s.status is SequenceStatus.RUNNING], may_admit)
-        self._charge(step.sequences)
-        for scheduled in step.sequences:
-            scheduled.sequence.num_computed_tokens += scheduled.num_tokens
-            if scheduled.is_sampled:
-                self._waits.discard(scheduled.sequence)
-        return sorted(step.sequences, key=lambda scheduled: not scheduled.is_decode)
+        scheduled = step.sequences
+        rest_s = self._pace.rest_s(scheduled)
+        for one in scheduled:
+            one.sequence.num_computed_tokens += one.num_tokens
+            self._accounts.charge(one.sequence, one.num_tokens * rest_s)
+            if one.is_sampled:
+                self._waits.discard(one.sequence)
+        return sorted(scheduled, key=lambda one: not one.is_decode)
 
     def commit(self, step: list[ScheduledSequence]) -> None:
         """A scheduled step has been computed: the blocks it wrote to the KV cache may be found by other sequences.
@@ -280,8 +282,8 @@ class Scheduler:
             (prompts if sequence.num_missing_tokens > 1 else decoding).append(sequence)
         is_shared = bool(decoding) and self._accounts.has_others(decoding[0])
         has_burst = bool(decoding) and not is_shared and (prompts or len(self._queue))
-        most = self._max_num_seqs - len(decoding)
-        plan = self._pace.plan(decoding, is_shared, self._waits.num_burst(decoding, most) if has_burst else 0)
+        num_burst = self._waits.num_burst(decoding, self._max_num_seqs - len(decoding)) if has_burst else 0
+        plan = self._pace.plan(decoding, self._over(decoding) if is_shared else set(), is_shared, num_burst)
         for sequence in plan.turns:
             # Sequences of one step are numbered, too: else the first of them would always be first again.
             self._last_turn += 1
@@ -316,26 +318,22 @@ class Scheduler:
         """Sorts prompts, running or waiting, in the order in which they are computed."""
         return sequence is not self._passed_over, self._queue.turn(sequence)
 
-    def _charge(self, step: list[ScheduledSequence]) -> None:
-        """Split the time that the step's answers take by all of its tokens."""
-        if step:
-            num_decodes = sum(scheduled.num_tokens == 1 for scheduled in step)
-            token_s = self._pace.times.own_s(num_decodes) / sum(scheduled.num_tokens for scheduled in step)
-            for scheduled in step:
-                self._accounts.charge(scheduled.sequence, scheduled.num_tokens * token_s)
+    def _over(self, decoding: list[Sequence]) -> set[Sequence]:
+        """The running answers, and their beams, of clients that have more of them than their shares."""
+        over = self._accounts.over_their_shares(((s, len(s.siblings) + 1) for s in decoding), num_rows(decoding))
+        return {beam for s in decoding if self._accounts.client(s) in over for beam in s.beams} if over else set()
 
     def _continue(self, sequence: Sequence, shares: list[tuple[Sequence, int]], step: Step) -> None:
         """Compute tokens of a running sequence's beams, unless it is preempted for others or for want of blocks."""
         for beam, num_tokens in shares:
             if sequence.status is SequenceStatus.RUNNING and self._make_room(sequence, beam, num_tokens, step):
+                num_again = max(0, beam.num_lost_tokens - beam.num_computed_tokens)
+                self._accounts.charge(sequence, max(0, num_tokens - num_again) * self._pace.times.token_s)
                 step.add(beam, num_tokens)
 
     def _continue_prompt(self, sequence: Sequence, step: Step) -> None:
         shares = _shares(sequence, step.room_for(sequence))
         step.plan.take(sequence, sum(num_tokens for _, num_tokens in shares))
-        for beam, num_tokens in shares:
-            num_again = max(0, beam.num_lost_tokens - beam.num_computed_tokens)
-            self._accounts.charge(beam, max(0, num_tokens - num_again) * self._pace.times.token_s)
         self._continue(sequence, shares, step)
 
     def _make_room(self, sequence: Sequence, beam: Sequence, num_tokens: int, step: Step) -> bool:
@@ -396,7 +394,7 @@ class Scheduler:
             return
         while not self._has_room(newcomer):
             victim = self._victim(newcomer)
-            if victim is None or self._queue.turn(victim)[:2] < self._queue.turn(newcomer)[:2]:
+            if victim is None or self._queue.turn(victim)[:2] <= self._queue.turn(newcomer)[:2]:
                 return
             self._preempt(victim)
             step.remove(victim)
@@ -407,13 +405,12 @@ class Scheduler:
         None if no sequence has to go: a newcomer whose client would hold more than its own share, or is less urgent,
         waits like everybody.
         """
-        own = newcomer.request.sender
         needed = max(newcomer.width / self._max_num_seqs, self._blocks.part_of(*newcomer.beams))
-        held = ((sequence.request.sender, self._part_held(sequence)) for sequence in self._running)
-        over = over_their_shares([(own, needed), *held], 1.0)
-        if own.account in over:
+        held = ((sequence, self._part_held(sequence)) for sequence in self._running)
+        over = self._accounts.over_their_shares([(newcomer, needed), *held], 1.0)
+        if self._accounts.client(newcomer) in over:
             return None
-        victims = (sequence for sequence in reversed(self._running) if sequence.request.sender.account in over)
+        victims = (sequence for sequence in reversed(self._running) if self._accounts.client(sequence) in over)
         return next((victim for victim in victims if victim.request.priority >= newcomer.request.priority), None)
 
     def _part_held(self, sequence: Sequence) -> float:

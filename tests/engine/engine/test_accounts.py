@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multilora_engine.engine import accounts
-from multilora_engine.engine.accounts import TOKENS_OF_A_PLACE, Accounts, FairQueue, over_their_shares
+from multilora_engine.engine.accounts import TOKENS_OF_A_PLACE, Accounts, FairQueue
 from multilora_engine.errors import TooMuchHostWork
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
 from multilora_engine.sequences.sequence import Sequence, SequenceStatus
@@ -340,10 +340,13 @@ def test_one_step_alone_ends_nobody_and_is_paid_off(host_work_s: float) -> None:
     assert unlucky.host_debt_s == 0.0
 
 
-def over(*held: tuple[str, float], weights: dict[str, float] | None = None) -> set[str]:
-    """Of a whole of 1."""
+def over(*held: tuple[str, float], weights: dict[str, float] | None = None, whole: float = 1.0) -> set[str]:
+    """The clients over their shares."""
+    shop = Shop()
     senders = {name: Sender(name=name, weight=(weights or {}).get(name, 1.0)) for name, _ in held}
-    return over_their_shares([(senders[name], part) for name, part in held], 1.0)
+    sequences = [(shop.add(sender=senders[name]), part) for name, part in held]
+    found = shop.accounts.over_their_shares(sequences, whole)
+    return {name for name, client in shop.accounts.clients.parts.items() if client in found and isinstance(name, str)}
 
 
 def test_who_holds_more_than_its_share_is_over_it_and_nobody_else() -> None:
@@ -360,6 +363,4 @@ def test_a_share_goes_by_the_weight() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9)), min_size=1, max_size=9))
 def test_never_are_all_over_their_shares(held: list[tuple[str, int]]) -> None:
-    whole = sum(part for _, part in held)
-    names = {name for name, _ in held}
-    assert over_their_shares([(Sender(name=name), part) for name, part in held], whole) < names
+    assert over(*held, whole=sum(part for _, part in held)) < {name for name, _ in held}

@@ -17,7 +17,7 @@ from llguidance import LLMatcher
 from support.fronts import TIMEOUT_S, generation_request
 
 from multilora_engine.engine import guide_queue
-from multilora_engine.engine.accounts import Account, Accounts
+from multilora_engine.engine.accounts import Accounts
 from multilora_engine.engine.guide_queue import GuideJob, GuideQueue, GuidesInUse, GuideTurns
 from multilora_engine.errors import GuidesFull, GuideTimeout, InternalError, InvalidRequest, RequestError
 from multilora_engine.guides.guide_sandbox import GuideWatch
@@ -175,13 +175,13 @@ class Turns(GuideTurns):
 
     def __init__(self) -> None:
         super().__init__()
-        self.accounts = Account()
+        self.accounts = Accounts()
         self._arrivals = itertools.count()
 
     def wait(self, name: str, num_bytes: int, weight: float = 1.0, text: str = "") -> GuideJob:
         arrival = next(self._arrivals)
         one, sender = Guide("regex", text or str(arrival)), Sender(name=name, weight=weight)
-        job = GuideJob(num_bytes, arrival, one, (), sender, self.accounts.open(name), 0.0)
+        job = GuideJob(num_bytes, arrival, one, (), sender, self.accounts.open_client(sender), 0.0)
         self.add(job)
         return job
 
