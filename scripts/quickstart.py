@@ -33,7 +33,7 @@ from multilora_engine.errors import ConfigError
 from multilora_engine.models.registry import adapter_sites, read_model_config
 from multilora_engine.text.tokenizer_files import read_tokenizer
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
-from multilora_engine.tritonserver.addresses import PortTaken, resolve_addresses
+from multilora_engine.tritonserver.arguments import PortTaken, resolve_addresses
 from multilora_engine.tritonserver.checkpoint import check_stub_opens, resolve_checkpoint
 from multilora_engine.tritonserver.launch import announce, console, errors_as_one_line, wait_ready, watch
 from multilora_kernels.cpu.build import needs_compiler

@@ -31,8 +31,7 @@ from multilora_engine.dynamo.workers import Workers
 from multilora_engine.errors import AdapterNotFound, PathNotCovered, RelayedError
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import TaskId, scoped_task_id, task_id_of
-from multilora_engine.process.operations import ListAdapters, LoadAdapter, UnloadAdapter
-from multilora_engine.process.reports import AdapterList, AdapterReport
+from multilora_engine.process.operations import AdapterList, AdapterReport, ListAdapters, LoadAdapter, UnloadAdapter
 from multilora_engine.request import GenerationRequest, TokenOutput
 from multilora_wire.adapter_info import AdapterInfo
 from support.fake_engine import HOLD, INFO

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from multilora_engine.process.liveness import DrainOrder, Heartbeat, heartbeat_file
 from multilora_engine.process.server import serve
-from multilora_engine.process.usage import AdapterUsage
+from multilora_engine.process.telemetry import AdapterUsage
 from support.fake_engine import FakeEngine
 from support.fronts import TIMEOUT_S
 

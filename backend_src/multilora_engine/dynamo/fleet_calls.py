@@ -36,8 +36,7 @@ from multilora_engine.dynamo.page_store import pieces
 from multilora_engine.errors import AdapterNotFound, InternalError, InvalidRequest, RequestError
 from multilora_engine.lora.names import scoped_task_id, task_id_of
 from multilora_engine.process.messages import error_output
-from multilora_engine.process.operations import LoadAdapter, PinAdapter, UnloadAdapter, UnpinAdapter
-from multilora_engine.process.reports import AdapterReport
+from multilora_engine.process.operations import AdapterReport, LoadAdapter, PinAdapter, UnloadAdapter, UnpinAdapter
 from multilora_engine.request import TokenOutput
 
 _DONE = Said(TokenOutput("", [], "", finish_reason="stop"))

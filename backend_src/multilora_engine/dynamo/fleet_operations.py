@@ -15,17 +15,21 @@ from multilora_engine.errors import AdapterNotFound, EngineUnavailable, RequestE
 from multilora_engine.lora.names import scoped_task_id
 from multilora_engine.process.messages import Operate
 from multilora_engine.process.operations import (
+    AdapterList,
+    AdapterReport,
     CombineAdapters,
     DescribeModel,
+    LayoutReport,
     ListAdapters,
     LoadAdapter,
+    ModelReport,
     ReadEvents,
     ReadLayout,
     ReadStats,
+    Report,
     SwitchWeights,
     UnloadAdapter,
 )
-from multilora_engine.process.reports import AdapterList, AdapterReport, LayoutReport, ModelReport, Report
 from multilora_engine.process.server import report_output
 from multilora_engine.request import TokenOutput
 from multilora_wire.adapter_info import AdapterInfo

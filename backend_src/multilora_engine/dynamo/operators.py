@@ -13,14 +13,17 @@ from multilora_engine.dynamo.streams import OutputStream
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.messages import read_adapter
 from multilora_engine.process.operations import (
+    AdapterList,
+    AdapterReport,
+    EventList,
     ListAdapters,
     LoadAdapter,
     Operation,
     ReadEvents,
     ReadStats,
+    StatsReport,
     UnloadAdapter,
 )
-from multilora_engine.process.reports import AdapterList, AdapterReport, EventList, StatsReport
 from multilora_engine.request import TokenOutput
 from multilora_engine.serving.front import new_id
 from multilora_wire.adapter_info import AdapterInfo

@@ -42,9 +42,14 @@ from multilora_engine.engine_info import ClientPolicy, EngineInfo
 from multilora_engine.errors import ConfigError, RequestError
 from multilora_engine.log_lines import configure_logging
 from multilora_engine.process.liveness import DrainOrder, Heartbeat
-from multilora_engine.process.messages import Launch, Started, StartFailed
-from multilora_engine.process.outbox import MAX_QUEUED_MESSAGES
-from multilora_engine.process.start_report import report, take_stdout
+from multilora_engine.process.messages import (
+    MAX_QUEUED_MESSAGES,
+    Launch,
+    Started,
+    StartFailed,
+    report_start,
+    take_stdout,
+)
 
 _FLEET_TIMEOUT_S = 600.0
 """Workers may start after their front, and read gigabytes of weights before they are there."""
@@ -60,9 +65,9 @@ def main() -> None:
     report_stream = take_stdout()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     try:
-        uvloop.run(_serve(launch, lambda: report(report_stream, Started())))
+        uvloop.run(_serve(launch, lambda: report_start(report_stream, Started())))
     except ConfigError as error:
-        report(report_stream, StartFailed(str(error)))
+        report_start(report_stream, StartFailed(str(error)))
         raise SystemExit(1) from None
 
 

@@ -12,7 +12,7 @@ from dynamo.common.backend.publisher import ComponentSnapshot
 
 from multilora_engine.engine.engine_stats import EngineStats
 from multilora_engine.lora.life_cycle import Residency
-from multilora_engine.process.reports import StatsReport
+from multilora_engine.process.operations import StatsReport
 from multilora_engine.serving.metrics import ENGINE_RESTARTS, Sample, samples
 
 _INTERVAL_S = 0.5

@@ -20,8 +20,7 @@ from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest, Unsupported
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.request import GenerationRequest, Guide, SamplingParams, Sender
-from multilora_engine.serving.call_limits import check_call
-from multilora_engine.serving.request_parser import GenerateCall
+from multilora_engine.serving.request_parser import GenerateCall, check_call
 
 _REGEX_SPECIAL = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")
 """The characters that Rust's `regex::escape` escapes."""

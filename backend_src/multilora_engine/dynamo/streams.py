@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from multilora_engine.errors import EngineUnavailable, RelayedError
 from multilora_engine.process.client import EngineClient
-from multilora_engine.process.outbox import join_outputs
+from multilora_engine.process.messages import join_outputs
 from multilora_engine.request import TokenOutput
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from multilora_engine.dynamo.card import AdapterCard
 from multilora_engine.errors import InvalidRequest, RequestError
-from multilora_engine.process.reports import EventList
+from multilora_engine.process.operations import EventList
 from multilora_wire.adapter_info import AdapterInfo
 
 UPDATES = ("load_lora", "unload_lora", "list_loras")

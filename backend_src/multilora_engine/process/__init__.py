@@ -4,13 +4,13 @@ front (a Triton stub)                          engine process
   EngineClient  --- DEALER, ipc, ROUTER ---      EngineServer: one thread owns socket and engine
   EngineProcess --- stdin, stdout, exit ---      main
 
-client, connection                         `EngineClient`: calls of a front, and their listeners
+client                                     `EngineClient`: calls of a front, and their listeners
 supervisor                                 `EngineProcess`: the engine, started again and again (`keep_alive`)
-main, start_report                         the program of the engine process, and its report to the supervisor
+main                                       the program of the engine process
 liveness, paths                            signs of life, an end without lost requests, where the socket is
-messages                                   the messages between fronts and engine
-server, fronts, outbox                     `EngineServer`: receives, steps, sends
+messages                                   the messages between fronts and engine, and outputs that wait
+server, fronts                             `EngineServer`: receives, steps, sends
   routes                                   the front and the sender of each request; limits of API keys
-operations, adapter_operator, reports      operators' requests, carried out and answered
-telemetry, usage                           counts of requests, and of the adapters most asked for
+operations, adapter_operator               operators' requests, carried out and answered
+telemetry                                  counts of requests, and of the adapters most asked for
 """

@@ -17,32 +17,30 @@ from multilora_engine.lora.remote import Fetch, RemoteAdapters, describe_remote
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.process.messages import AdapterScope
 from multilora_engine.process.operations import (
+    AdapterList,
+    AdapterReport,
     CombineAdapters,
     DescribeModel,
+    EventList,
+    LayoutReport,
     ListAdapters,
     LoadAdapter,
+    LoadReport,
+    ModelReport,
     NamedMember,
     Operation,
     PinAdapter,
     ReadEvents,
     ReadLayout,
     ReadStats,
+    Report,
+    StatsReport,
     SwitchWeights,
     UnloadAdapter,
     UnpinAdapter,
-)
-from multilora_engine.process.reports import (
-    AdapterList,
-    AdapterReport,
-    EventList,
-    LayoutReport,
-    LoadReport,
-    ModelReport,
-    Report,
-    StatsReport,
     WeightList,
 )
-from multilora_engine.process.usage import AdapterUsage
+from multilora_engine.process.telemetry import AdapterUsage
 from multilora_wire.adapter_info import AdapterInfo
 
 

@@ -12,12 +12,12 @@ from multilora_engine.process.messages import (
     PROTOCOL_VERSION,
     FromEngine,
     Hello,
+    Outbox,
     Refused,
     Welcome,
     encode,
     output_frames,
 )
-from multilora_engine.process.outbox import Outbox
 from multilora_engine.request import TokenOutput
 
 logger = logging.getLogger(__name__)

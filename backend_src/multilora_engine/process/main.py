@@ -23,10 +23,9 @@ from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import ConfigError
 from multilora_engine.log_lines import configure_logging
 from multilora_engine.process.liveness import DrainOrder, Heartbeat
-from multilora_engine.process.messages import Launch, Started, StartFailed
+from multilora_engine.process.messages import Launch, Started, StartFailed, report_start, take_stdout
 from multilora_engine.process.server import ServedEngine, serve
-from multilora_engine.process.start_report import report, take_stdout
-from multilora_engine.process.usage import AdapterUsage
+from multilora_engine.process.telemetry import AdapterUsage
 
 _SWITCH_INTERVAL_S = 0.0005
 """How long a thread that fetches or compiles may keep the interpreter from a step, which asks for it many times."""
@@ -44,11 +43,11 @@ def main(create_engine: Callable[[EngineConfig], ServedEngine]) -> None:
         config = EngineConfig.from_parameters(launch.parameters)
         engine = create_engine(config)
     except ConfigError as error:
-        report(report_stream, StartFailed(str(error)))
+        report_start(report_stream, StartFailed(str(error)))
         raise SystemExit(1) from None
     except Exception as error:
         logger.exception("the engine cannot start")
-        report(report_stream, StartFailed(f"{type(error).__name__}: {error}"))
+        report_start(report_stream, StartFailed(f"{type(error).__name__}: {error}"))
         raise SystemExit(1) from None
     _settle()
     socket_path = Path(launch.socket_path)
@@ -56,7 +55,7 @@ def main(create_engine: Callable[[EngineConfig], ServedEngine]) -> None:
         signal.signal(signal.SIGTERM, drain.give)
         usage = AdapterUsage()
         heartbeat = Heartbeat(launch.heartbeat_fd, launch.heartbeat_interval_s)
-        on_ready = partial(report, report_stream, Started())
+        on_ready = partial(report_start, report_stream, Started())
         serve(engine, socket_path, sys.stdin.fileno(), usage, heartbeat, drain, on_ready)
 
 

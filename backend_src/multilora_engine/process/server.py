@@ -28,6 +28,7 @@ from multilora_engine.process.adapter_operator import AdapterOperator, ManagedWe
 from multilora_engine.process.fronts import Fronts
 from multilora_engine.process.liveness import DrainOrder, Heartbeat
 from multilora_engine.process.messages import (
+    MAX_QUEUED_MESSAGES,
     Abort,
     AdapterHeader,
     AdapterTaken,
@@ -44,11 +45,9 @@ from multilora_engine.process.messages import (
     error_output,
     read_adapter,
 )
-from multilora_engine.process.outbox import MAX_QUEUED_MESSAGES
-from multilora_engine.process.reports import LoadReport, ModelReport, Report
+from multilora_engine.process.operations import LoadReport, ModelReport, Report
 from multilora_engine.process.routes import RateLimits, Route, Routes
-from multilora_engine.process.telemetry import RequestTelemetry
-from multilora_engine.process.usage import AdapterUsage
+from multilora_engine.process.telemetry import AdapterUsage, RequestTelemetry
 from multilora_engine.request import GenerationRequest, TokenOutput
 
 _MAX_WAITING = 1 << 16

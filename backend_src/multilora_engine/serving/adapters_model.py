@@ -25,8 +25,7 @@ from multilora_engine.process.operations import (
     parse_operation,
 )
 from multilora_engine.process.paths import socket_path
-from multilora_engine.serving.engine_link import EngineLink
-from multilora_engine.serving.front import Front, new_id
+from multilora_engine.serving.front import EngineLink, Front, new_id
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.replies import Responder, TextReply
 from multilora_engine.serving.senders import Rights

@@ -11,19 +11,22 @@ import msgspec
 
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest, TooManyLogits
-from multilora_engine.free_memory import give_back_free_memory
 from multilora_engine.lora.names import TaskId, scoped_task_id
 from multilora_engine.process.client import Claims
 from multilora_engine.request import GenerationRequest, SamplingParams
-from multilora_engine.serving.call_limits import check_call, logits_bytes
-from multilora_engine.serving.engine_link import EngineLink
-from multilora_engine.serving.front import Front, new_id
+from multilora_engine.serving.front import EngineLink, Front, give_back_free_memory, new_id
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.ordered_jobs import LONG_JOB_THREADS, LONG_REQUEST_BYTES, MANY_BYTES, OrderedJobs
-from multilora_engine.serving.outputs import ReplyRow
-from multilora_engine.serving.prompt_answer import PromptTokens
+from multilora_engine.serving.outputs import PromptTokens, ReplyRow
 from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
-from multilora_engine.serving.request_parser import GenerateCall, UploadCall, is_stop, read_call
+from multilora_engine.serving.request_parser import (
+    GenerateCall,
+    UploadCall,
+    check_call,
+    is_stop,
+    logits_bytes,
+    read_call,
+)
 from multilora_engine.serving.senders import Rights
 from multilora_engine.serving.sent_adapter import has_weights, read_set, read_task_id, weights_bytes
 from multilora_engine.serving.triton_api import TritonRequest, parameters_of, trace_id_of

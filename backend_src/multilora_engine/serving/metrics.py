@@ -29,15 +29,59 @@ from typing import Any, Literal
 import msgspec
 
 from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
-from multilora_engine.histogram import Histogram
+from multilora_engine.histogram import SECONDS, Histogram
 from multilora_engine.lora.life_cycle import Residency
 from multilora_engine.process.client import EngineClient
-from multilora_engine.process.operations import ReadStats
-from multilora_engine.process.reports import StatsReport
+from multilora_engine.process.operations import ReadStats, StatsReport
 from multilora_engine.process.telemetry import RequestStats
 from multilora_engine.request import TokenOutput
-from multilora_engine.serving.load_seconds import LoadSeconds
 from multilora_engine.serving.triton_api import backend_utils
+
+LOAD_SECONDS = "multilora_lora_adapter_load_seconds"
+LOAD_SECONDS_MEANING = "Seconds to load an adapter into host memory, or to activate it: from there to the device"
+
+
+@dataclass
+class _LoadSeries:
+    """One metric of the server's, and the observations it has been told."""
+
+    handle: Any
+    told: Histogram
+
+
+class LoadSeconds:
+    """A histogram of the server's own kind, with the label `transition`: gateways read no other. For one thread.
+
+    The server takes single observations: it gets some that make the same histogram.
+    """
+
+    def __init__(self) -> None:
+        pb = backend_utils()
+        family = pb.MetricFamily(name=LOAD_SECONDS, description=LOAD_SECONDS_MEANING, kind=pb.MetricFamily.HISTOGRAM)
+        self._family = family
+        self._series = {
+            transition: _LoadSeries(
+                family.Metric(labels={"transition": transition}, buckets=list(SECONDS)), Histogram()
+            )
+            for transition in ("load", "activate")
+        }
+
+    def update(self, residency: Residency) -> None:
+        """Tell of the loads since the last time."""
+        self._observe(self._series["load"], residency.load_seconds)
+        self._observe(self._series["activate"], residency.activate_seconds)
+
+    def clear(self) -> None:
+        """Remove the histogram."""
+        self._series.clear()
+        self._family = None
+
+    @staticmethod
+    def _observe(series: _LoadSeries, latest: Histogram) -> None:
+        for seconds in latest.since(series.told).observations():
+            series.handle.observe(seconds)
+        series.told = latest
+
 
 _INTERVAL_S = 1.0
 _BOOT_S = time.time() - time.monotonic()

@@ -15,7 +15,7 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.errors import ConfigError
 from multilora_engine.process.paths import ENGINE_MODULE, RELAY_MODULE, owned_socket_path, socket_path
 from multilora_engine.process.supervisor import EngineProcess, engine_command
-from multilora_engine.serving.engine_link import EngineLink
+from multilora_engine.serving.front import EngineLink
 from multilora_engine.serving.generation_front import GenerationFront
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES
 from multilora_engine.serving.metrics import MetricsPublisher

@@ -1,17 +1,130 @@
-"""The server's command line: addresses, models, threads, traces, limits on clients."""
+"""The options of a server, its host and ports, and its command line: models, threads, traces, limits on clients.
+
+Ports are checked before the start: the server notices a taken port only after it has loaded all models.
+"""
 
 from __future__ import annotations
 
+import errno
 import secrets
-from collections.abc import Sequence
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from multilora_engine.client_header import PASSED_ON
 from multilora_engine.errors import ConfigError
-from multilora_engine.tritonserver.addresses import Addresses
 from multilora_engine.tritonserver.installation import has_flag
-from multilora_engine.tritonserver.options import ServerOptions
 from multilora_engine.tritonserver.shared_memory import RegionClaim
+from multilora_engine.tritonserver.upstream_models import UpstreamModels
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """The options of `multilora-serve`. A port of 0 means any free one, `http_host` None is `host`.
+
+    has_http: False closes HTTP altogether, except for the metrics; the canary asks over gRPC then, without TLS.
+    """
+
+    model: Path | None = None
+    model_repository: Path | None = None
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    upstream_models: UpstreamModels = UpstreamModels.NONE
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    http_host: str | None = None
+    has_http: bool = True
+    grpc_certificate: Path | None = None
+    grpc_key: Path | None = None
+    grpc_client_ca: Path | None = None
+    max_http_bytes: int | None = None
+    shared_memory_api: bool = False
+    trace_config: Sequence[str] = ()
+    log_verbose: bool = False
+    exit_timeout_s: int = 30
+    startup_timeout_s: float = 600.0
+    tritonserver: Path | None = None
+
+
+class PortTaken(ConfigError):
+    """taken: the port, and why nobody can listen there."""
+
+    def __init__(self, taken: str, option: str) -> None:
+        super().__init__(f"{taken}; give {option} another port, or 0 for any free one")
+        self.taken = taken
+
+
+class HostUnusable(ConfigError):
+    """The host is no address of this machine, whatever the port."""
+
+    def __init__(self, host: str, reason: str | None) -> None:
+        super().__init__(
+            f"nobody can listen at the host {host}: {reason}; give --host an IPv4 address of this machine, or 0.0.0.0 "
+            "for all of them"
+        )
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """The addresses at which a server listens."""
+
+    host: str
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+    http_host: str
+
+    @property
+    def http_url(self) -> str:
+        """`host:port` of HTTP, as tritonclient wants it."""
+        return f"{_reachable(self.http_host)}:{self.http_port}"
+
+    @property
+    def grpc_url(self) -> str:
+        """`host:port` of gRPC, as tritonclient wants it."""
+        return f"{_reachable(self.host)}:{self.grpc_port}"
+
+    @property
+    def metrics_url(self) -> str:
+        """URL of the Prometheus metrics."""
+        return f"http://{_reachable(self.host)}:{self.metrics_port}/metrics"
+
+
+def resolve_addresses(
+    host: str, http_port: int, grpc_port: int, metrics_port: int, http_host: str | None = None
+) -> Addresses:
+    """Replace each port 0 by a free one. Raises PortTaken or HostUnusable. http_host: else `host`."""
+    http_host = host if http_host is None else http_host
+    with (
+        _bind(http_host, http_port, "HTTP") as http,
+        _bind(host, grpc_port, "gRPC") as grpc,
+        _bind(host, metrics_port, "metrics") as metrics,
+    ):
+        http_port, grpc_port, metrics_port = (bound.getsockname()[1] for bound in (http, grpc, metrics))
+        return Addresses(host, http_port, grpc_port, metrics_port, http_host)
+
+
+def _reachable(host: str) -> str:
+    """The host at which clients on this machine find a server that listens at `host`."""
+    return "127.0.0.1" if host == "0.0.0.0" else host
+
+
+def _bind(host: str, port: int, purpose: str) -> socket.socket:
+    bound = socket.socket()
+    # Without it a port that a server has just left counts as taken for a minute; tritonserver sets it too.
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+        bound.listen()
+    except OSError as error:
+        bound.close()
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise HostUnusable(host, error.strerror) from None
+        raise PortTaken(f"{purpose} port {port} on {host}: {error.strerror}", f"--{purpose.lower()}-port") from None
+    return bound
+
 
 _CLOSED_APIS = ("model-repository", "logging", "trace")
 _MAX_INPUT_FLAG = "--http-max-input-size"

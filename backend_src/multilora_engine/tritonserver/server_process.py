@@ -22,8 +22,14 @@ from multilora_engine.errors import MultiloraError
 from multilora_engine.process.liveness import drain_engine, wait_for_end
 from multilora_engine.process.paths import ENGINE_MODULE, RELAY_MODULE, socket_path, temporary_folder
 from multilora_engine.shared_python import check_paths_are_ascii
-from multilora_engine.tritonserver.addresses import Addresses, resolve_addresses
-from multilora_engine.tritonserver.arguments import hardening_arguments, server_arguments, tracing_arguments
+from multilora_engine.tritonserver.arguments import (
+    Addresses,
+    ServerOptions,
+    hardening_arguments,
+    resolve_addresses,
+    server_arguments,
+    tracing_arguments,
+)
 from multilora_engine.tritonserver.checkpoint import check_checkpoint, check_stub_opens
 from multilora_engine.tritonserver.installation import (
     check_free_space,
@@ -34,7 +40,6 @@ from multilora_engine.tritonserver.installation import (
     server_environment,
 )
 from multilora_engine.tritonserver.log import ServerLog
-from multilora_engine.tritonserver.options import ServerOptions
 from multilora_engine.tritonserver.probe import (
     Busy,
     NotReady,

@@ -1,1 +1,1 @@
-from multilora_engine.serving.postprocessing import PostprocessingModel as TritonPythonModel
+from multilora_engine.serving.immediate_model import PostprocessingModel as TritonPythonModel

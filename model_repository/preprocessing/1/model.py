@@ -1,1 +1,1 @@
-from multilora_engine.serving.preprocessing import PreprocessingModel as TritonPythonModel
+from multilora_engine.serving.immediate_model import PreprocessingModel as TritonPythonModel

@@ -28,7 +28,7 @@ from multilora_engine.lora.format import content_digest, pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.process.messages import adapter_header
-from multilora_engine.process.reports import EventList
+from multilora_engine.process.operations import EventList
 from multilora_wire.adapter_event import AdapterEvent
 
 X = task_id_of("x")

@@ -45,8 +45,14 @@ from multilora_engine.lora.names import task_id_of
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.liveness import DrainOrder, drained_file
 from multilora_engine.process.messages import adapter_header, adapter_payload
-from multilora_engine.process.operations import ListAdapters, Operation, PinAdapter, ReadStats, UnloadAdapter
-from multilora_engine.process.reports import AdapterList
+from multilora_engine.process.operations import (
+    AdapterList,
+    ListAdapters,
+    Operation,
+    PinAdapter,
+    ReadStats,
+    UnloadAdapter,
+)
 from multilora_engine.request import TokenOutput
 
 

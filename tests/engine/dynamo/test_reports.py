@@ -10,9 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats, PrefixCacheStats
 from multilora_engine.lora.life_cycle import LoRAStats, Residency, TierStats
-from multilora_engine.process.reports import LoadReport, StatsReport
-from multilora_engine.process.telemetry import RequestStats
-from multilora_engine.process.usage import Usage
+from multilora_engine.process.operations import LoadReport, StatsReport
+from multilora_engine.process.telemetry import RequestStats, Usage
 from multilora_engine.serving.metrics import MetricName, Sample
 
 reports = pytest.importorskip("multilora_engine.dynamo.reports", reason="ai-dynamo is not installed")

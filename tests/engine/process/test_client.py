@@ -18,7 +18,7 @@ from multilora_engine.engine_info import ClientPolicy
 from multilora_engine.errors import ConfigError, EngineUnavailable
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
-from multilora_engine.process import connection
+from multilora_engine.process import client as client_module
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.messages import PROTOCOL_VERSION
 from multilora_engine.request import GenerationRequest, Sender, TokenOutput
@@ -344,7 +344,7 @@ def test_closing_a_client_fails_what_is_in_flight(client: EngineClient) -> None:
 def test_an_engine_of_another_version_is_not_used(
     engine: FakeEngine, socket_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "PROTOCOL_VERSION", 0)
+    monkeypatch.setattr(client_module, "PROTOCOL_VERSION", 0)
     client, listener = EngineClient(socket_path), RecordingListener()
     with pytest.raises(ConfigError, match=f"the front speaks protocol version 0 and the engine {PROTOCOL_VERSION}"):
         client.wait_until_ready(TIMEOUT_S)

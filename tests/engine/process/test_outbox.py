@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from multilora_engine.process.outbox import Outbox, join_outputs
+from multilora_engine.process.messages import Outbox, join_outputs
 from multilora_engine.request import PerfMetrics, TokenLogProb, TokenOutput
 
 _PERF = PerfMetrics(arrival_time_ns=1)

@@ -23,6 +23,7 @@ from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.liveness import DrainOrder, Heartbeat, heartbeat_file
 from multilora_engine.process.messages import (
+    MAX_QUEUED_MESSAGES,
     PROTOCOL_VERSION,
     Abort,
     Add,
@@ -35,11 +36,9 @@ from multilora_engine.process.messages import (
     decode_from_engine,
     encode,
 )
-from multilora_engine.process.operations import ReadStats
-from multilora_engine.process.outbox import MAX_QUEUED_MESSAGES
-from multilora_engine.process.reports import StatsReport
+from multilora_engine.process.operations import ReadStats, StatsReport
 from multilora_engine.process.server import serve
-from multilora_engine.process.usage import AdapterUsage
+from multilora_engine.process.telemetry import AdapterUsage
 from multilora_engine.request import GenerationRequest, Sender, TokenOutput
 
 

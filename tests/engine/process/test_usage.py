@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from random import Random
 
-from multilora_engine.process.usage import AdapterUsage, Usage
+from multilora_engine.process.telemetry import AdapterUsage, Usage
 
 
 def test_a_request_is_counted_for_its_adapter() -> None:

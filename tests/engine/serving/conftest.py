@@ -11,7 +11,7 @@ from support.fake_engine import FakeEngine
 from support.fake_triton import fake_backend_utils
 from support.fronts import TIMEOUT_S
 
-from multilora_engine.serving.engine_link import EngineLink
+from multilora_engine.serving.front import EngineLink
 from multilora_engine.text.tokenizer import Tokenizer
 
 

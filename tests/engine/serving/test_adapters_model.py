@@ -24,7 +24,7 @@ from multilora_engine.lora.layout import PackedAdapter, set_digest
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.lora.sources.fetcher import AdapterFetcher
 from multilora_engine.serving.adapters_model import AdaptersFront
-from multilora_engine.serving.engine_link import EngineLink
+from multilora_engine.serving.front import EngineLink
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from support.fake_engine import INFO
 
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.request import Guide, SamplingParams
-from multilora_engine.serving.call_limits import check_call, logits_bytes
-from multilora_engine.serving.request_parser import GenerateCall
+from multilora_engine.serving.request_parser import GenerateCall, check_call, logits_bytes
 
 SCHEMAS = [Guide("json_schema", f'{{"title": "{i}"}}') for i in range(3)]
 

@@ -20,7 +20,7 @@ from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.serving import generation_front
-from multilora_engine.serving.engine_link import EngineLink
+from multilora_engine.serving.front import EngineLink
 from multilora_engine.serving.generation_front import GenerationFront
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES
 from multilora_engine.text.tokenizer import Tokenizer
@@ -312,7 +312,7 @@ def test_a_priority_is_of_its_row_and_0_without_one_and_never_smaller(
 
 
 def test_without_an_engine_a_request_is_told_to_try_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multilora_engine.serving.engine_link._FIRST_CONTACT_S", 0.0)
+    monkeypatch.setattr("multilora_engine.serving.front._FIRST_CONTACT_S", 0.0)
     link = EngineLink(tmp_path / "nobody.sock")
     assert error_of(ask(GenerationFront(link, can_stream=True), {"input_ids": [[5]]}))[0] == "UNAVAILABLE"
     link.close()

@@ -16,7 +16,7 @@ from support.fronts import TIMEOUT_S
 
 from multilora_engine.errors import Unauthenticated
 from multilora_engine.request import Sender
-from multilora_engine.serving.engine_link import EngineLink
+from multilora_engine.serving.front import EngineLink
 from multilora_engine.serving.immediate_model import ImmediateModel
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.ordered_jobs import LONG_REQUEST_BYTES, OrderedJobs

@@ -5,11 +5,11 @@ from support.fake_triton import FakeMetricFamily
 
 from multilora_engine.histogram import Histogram
 from multilora_engine.lora.life_cycle import Residency
-from multilora_engine.serving.load_seconds import NAME, LoadSeconds
+from multilora_engine.serving.metrics import LOAD_SECONDS, LoadSeconds
 
 
 def observed(transition: str) -> list[float]:
-    return FakeMetricFamily.observed[NAME, (("transition", transition),)]
+    return FakeMetricFamily.observed[LOAD_SECONDS, (("transition", transition),)]
 
 
 def test_each_load_is_observed_once_also_after_the_engine_has_begun_anew() -> None:

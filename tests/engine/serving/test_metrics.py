@@ -21,14 +21,14 @@ from multilora_engine.histogram import Histogram
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.life_cycle import LoRAStats, Residency, Resident, TierStats
 from multilora_engine.process.client import EngineClient
-from multilora_engine.process.reports import LoadReport, StatsReport
-from multilora_engine.process.telemetry import RequestStats
-from multilora_engine.process.usage import Usage
-from multilora_engine.serving import load_seconds
+from multilora_engine.process.operations import LoadReport, StatsReport
+from multilora_engine.process.telemetry import RequestStats, Usage
 from multilora_engine.serving.metrics import (
     ENGINE_METRICS,
     ENGINE_RESTARTS,
     HISTOGRAMS,
+    LOAD_SECONDS,
+    LOAD_SECONDS_MEANING,
     LORA_ADAPTER_LOADED,
     LORA_REQUESTS_INFO,
     TIER_METRICS,
@@ -275,7 +275,7 @@ def test_the_docs_list_every_metric_with_its_kind_labels_and_meaning() -> None:
     adapters = Residency(residents, num_on_device=0, num_in_memory=1, max_loras=4)
     load = LoadReport(EngineStats(), AdaptersInUse(), RequestStats(requests={"stop": 1}))
     report = StatsReport(no_adapters(), {}, Usage(), load, residency=adapters, clients={"acme": Usage()})
-    rows = {_row(load_seconds.NAME, "histogram", ["transition"], load_seconds.DESCRIPTION)}
+    rows = {_row(LOAD_SECONDS, "histogram", ["transition"], LOAD_SECONDS_MEANING)}
     for sample in [*samples(report, "base"), Sample(ENGINE_RESTARTS, (), 0)]:
         name = re.sub("_(bucket|sum|count)$", "", sample.metric.name)
         kind = sample.metric.kind.lower() if name == sample.metric.name else "histogram"

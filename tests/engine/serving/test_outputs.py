@@ -11,8 +11,7 @@ from support.fake_triton import LOG_PROB_NAMES, OUTPUT_NAMES, PERF_NAMES
 
 from multilora_engine.request import PerfMetrics, TokenLogProb, TokenOutput
 from multilora_engine.sequences.prompt_log_probs import PromptLogProbs
-from multilora_engine.serving.outputs import OutputColumns, ReplyRow, RowAnswer
-from multilora_engine.serving.prompt_answer import PromptAnswer, PromptTokens
+from multilora_engine.serving.outputs import OutputColumns, PromptAnswer, PromptTokens, ReplyRow, RowAnswer
 
 LOGITS_NAMES = {"top_log_prob_ids", "top_log_probs", "output_tokens", "context_logits", "generation_logits"}
 FIRST = RowAnswer(0, 0, [1, 2, 3], "aé", "stop", 1, 2, 2**64 - 1, "d1", num_output_tokens_so_far=7, stop_id="ab12")

@@ -9,8 +9,8 @@ from support.fake_triton import FakeRequest, answer_of
 
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.request import Sender
+from multilora_engine.serving.immediate_model import PostprocessingModel, decode
 from multilora_engine.serving.inputs import InputTensors
-from multilora_engine.serving.postprocessing import PostprocessingModel, decode
 from multilora_engine.serving.senders import Rights
 from multilora_engine.text.tokenizer import Tokenizer
 

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from multilora_engine.errors import InvalidRequest, Unsupported
 from multilora_engine.request import Sender
+from multilora_engine.serving.immediate_model import PreprocessingModel, preprocess
 from multilora_engine.serving.inputs import InputTensors
-from multilora_engine.serving.preprocessing import PreprocessingModel, preprocess
 from multilora_engine.serving.senders import Rights
 from multilora_engine.text.tokenizer import Tokenizer
 

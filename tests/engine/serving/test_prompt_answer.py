@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from multilora_engine.sequences.prompt_log_probs import PromptLogProbs
-from multilora_engine.serving.prompt_answer import PromptAnswer, PromptTokens
+from multilora_engine.serving.outputs import PromptAnswer, PromptTokens
 from multilora_engine.text.tokenizer import Tokenizer
 
 

@@ -15,7 +15,7 @@ from support.fake_engine import INFO
 from transformers import AutoTokenizer
 
 from multilora_engine.errors import InvalidRequest
-from multilora_engine.serving.prompts import encode_messages
+from multilora_engine.serving.token_lists import encode_messages
 from multilora_engine.text.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "It rains"}]
@@ -145,7 +145,7 @@ def test_an_error_quotes_a_line_of_the_messages_at_most(templated: Path) -> None
 FIRST_CHATS = """
 import sys, threading
 from concurrent.futures import ThreadPoolExecutor
-from multilora_engine.serving.prompts import _reserved
+from multilora_engine.serving.token_lists import _reserved
 from multilora_engine.text.tokenizer_files import fast_tokenizer_class
 together = threading.Barrier(4)
 def load(number):

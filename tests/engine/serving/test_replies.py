@@ -7,8 +7,7 @@ from support.fake_triton import FakeRequest, FakeTensor
 
 from multilora_engine.request import PerfMetrics, TokenLogProb, TokenOutput
 from multilora_engine.sequences.prompt_log_probs import row_type
-from multilora_engine.serving.outputs import ReplyRow
-from multilora_engine.serving.prompt_answer import PromptTokens
+from multilora_engine.serving.outputs import PromptTokens, ReplyRow
 from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
 from multilora_engine.serving.triton_api import backend_utils
 

@@ -33,7 +33,7 @@ from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import set_digest
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.serving.adapters_model import AdaptersFront
-from multilora_engine.serving.engine_link import EngineLink
+from multilora_engine.serving.front import EngineLink
 from multilora_engine.serving.generation_front import GenerationFront
 from multilora_engine.text.tokenizer import Tokenizer
 

@@ -45,7 +45,7 @@ def test_a_front_does_not_import_the_tiers_and_their_operators() -> None:
     assert {"multilora_kernels", "multilora_engine.lora.arrivals"} & imported_by("triton_model") == set()
 
 
-@pytest.mark.parametrize("module", ["adapters_model", "preprocessing", "postprocessing", "triton_model"])
+@pytest.mark.parametrize("module", ["adapters_model", "immediate_model", "triton_model"])
 def test_a_front_starts_without_torch_and_transformers(module: str) -> None:
     """They would cost each of them seconds and 200 MB, while the engine starts beside them."""
     assert {"torch", "transformers"} & imported_by(module) == set()

@@ -3,7 +3,7 @@ import socket
 import pytest
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.tritonserver.addresses import Addresses, resolve_addresses
+from multilora_engine.tritonserver.arguments import Addresses, resolve_addresses
 
 
 def test_zero_becomes_three_different_free_ports() -> None:

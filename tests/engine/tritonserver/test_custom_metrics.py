@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.http import InferenceServerClient, InferInput
 
-from multilora_engine.serving.load_seconds import NAME
+from multilora_engine.serving.metrics import NAME
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 
 MODEL = """
@@ -76,7 +76,7 @@ import triton_python_backend_utils as pb_utils
 
 from multilora_engine.histogram import Histogram
 from multilora_engine.lora.life_cycle import Residency
-from multilora_engine.serving.load_seconds import LoadSeconds
+from multilora_engine.serving.metrics import LoadSeconds
 
 
 class TritonPythonModel:

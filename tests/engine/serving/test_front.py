@@ -21,7 +21,7 @@ def measured(program: str) -> int:
 def test_pages_between_memory_that_stays_go_back() -> None:
     """64 MB of which each second piece is freed: none of it lies at the end of the heap."""
     program = """
-from multilora_engine.free_memory import give_back_free_memory
+from multilora_engine.serving.front import give_back_free_memory
 
 pieces = [bytes([7]) * 65_000 for _ in range(1_000)]
 del pieces[::2]
@@ -41,11 +41,11 @@ from types import SimpleNamespace
 
 from transformers import PreTrainedTokenizerFast
 
-from multilora_engine.serving import engine_link
+from multilora_engine.serving import front
 
 info = SimpleNamespace(tokenizer_path={str(default_model_dir)!r})
-engine_link.EngineClient = lambda _: SimpleNamespace(wait_until_ready=lambda _: info)
-link = engine_link.EngineLink(Path("socket"))
+front.EngineClient = lambda _: SimpleNamespace(wait_until_ready=lambda _: info)
+link = front.EngineLink(Path("socket"))
 before = own_bytes()
 link.describe()
 print(own_bytes() - before)
