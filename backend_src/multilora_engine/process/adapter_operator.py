@@ -67,7 +67,7 @@ class ManagedWeights(Protocol):
 class PendingReport:
     """A report that waits for a source or for the disk.
 
-    is_ready: whether `report` can give it, or raise a RequestError, by now.
+    is_ready: whether `report` can be called now: it returns the report or raises a RequestError.
     """
 
     is_ready: Callable[[], bool]
@@ -75,7 +75,7 @@ class PendingReport:
 
 
 class AdapterOperator:
-    """Lives on the engine's thread. Its answers are of the moment it answers."""
+    """Belongs to the engine's thread. An answer tells the state at the moment of the answer."""
 
     def __init__(
         self,
@@ -100,9 +100,11 @@ class AdapterOperator:
         self._clients = clients
 
     def execute(self, operation: Operation, scope: AdapterScope) -> Report | PendingReport:
-        """The sender's rights have been checked before; `scope` is the adapters that it may see.
+        """Carry out an operation. The caller has checked the sender's rights.
 
-        Raises AdapterNotFound, AdapterNotHere, InvalidRequest or Unavailable; nothing has changed then."""
+        scope: the adapters that the sender may see. Raises AdapterNotFound, AdapterNotHere, InvalidRequest or
+        Unavailable, and changes nothing then.
+        """
         match operation:
             case ListAdapters():
                 keys = self._remote.list_sources()
@@ -221,7 +223,7 @@ class AdapterOperator:
         return AdapterReport(self._find(operation))
 
     def _find(self, operation: UnloadAdapter | PinAdapter | UnpinAdapter) -> AdapterInfo:
-        """The current version of the adapter that an operation names."""
+        """The present version of the adapter that an operation names."""
         lora_task_id, name = operation.lora_task_id, operation.name
         if lora_task_id is None:
             assert name is not None, "an operation names its adapter"
@@ -248,8 +250,8 @@ def _has_arrived(fetch: Fetch) -> bool:
 
 
 def _seen_by(scope: AdapterScope, adapters: Iterable[AdapterInfo]) -> Iterator[AdapterInfo]:
-    """A tenant's own adapters, and the server's that it may use: of these neither their places nor their users."""
-    # Here only: the client's package takes every start a fifth of a second.
+    """The tenant's own adapters, and the server's adapters that it may use, without their places and users."""
+    # Imported here: at the start it would take a fifth of a second.
     from multilora_client.keys import AdapterPatterns
 
     shared = AdapterPatterns(scope.shared, task_id_of)

@@ -1,8 +1,8 @@
 """`EngineClient`: a front's end of the wire to the engine process.
 
-One thread owns the socket and calls every listener, since a Triton stub must never send responses from two threads.
-Any thread may submit. When the listeners are slower than the engine, the outputs of a request that have piled up
-are delivered as one.
+One thread owns the socket and calls every listener, because a Triton stub must never send responses from two threads.
+Any thread may submit. If the listeners are slower than the engine, outputs of one request that wait are delivered as
+one output.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ _RECONNECT_INTERVAL_MS = 50
 
 
 class Connection:
-    """A socket of a front, with the monitor that notices the death of the peer. Used by one thread.
+    """A socket of a front, with a monitor that notices the death of the engine. Only one thread uses it.
 
-    Until there is an engine, it waits for one. ZeroMQ would also reconnect the same socket to the next engine, and
-    deliver the messages meant for the dead one; so a lost connection is closed, with all its messages.
+    It waits until there is an engine. ZeroMQ would reconnect the same socket to the next engine, and would deliver
+    messages to it that were meant for the dead one. So a lost connection is closed with all its messages.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket_path: Path) -> None:
@@ -79,7 +79,7 @@ class Connection:
 
     @property
     def pollable(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """Readable when there is a message, or when the connection may be lost."""
+        """The descriptors to wait for: readable if there is a message, or if the connection may be lost."""
         return self._socket, self._monitor
 
     def send(self, message: ToEngine, payload: memoryview | None = None) -> None:
@@ -89,7 +89,7 @@ class Connection:
         self._socket.send_multipart(frames, copy=False)
 
     def receive(self) -> list[FromEngine]:
-        """Everything that has arrived; does not wait."""
+        """All messages that have arrived. Does not wait."""
         messages: list[FromEngine] = []
         while True:
             try:
@@ -99,7 +99,7 @@ class Connection:
             messages.append(decode_from_engine(*(frame.buffer for frame in frames)))
 
     def is_lost(self) -> bool:
-        """Whether the peer has gone; does not wait."""
+        """Whether the engine is gone. Does not wait."""
         lost = False
         while self._monitor.poll(0):
             lost = bool(recv_monitor_message(self._monitor)["event"] & _LOST) or lost
@@ -112,7 +112,7 @@ class Connection:
 
 
 class Claims:
-    """Shares of limits that a call holds: some until the engine has its adapter, others until the call has ended.
+    """The shares of limits that a call holds: some until the engine has its adapter, others until the call ends.
 
     The end of the call gives back both, each once.
     """
@@ -123,7 +123,7 @@ class Claims:
 
     @contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """Give back both when the block raises: the call never came to the engine."""
+        """Give back both if the block raises, because the call never reached the engine."""
         try:
             yield
         except BaseException:
@@ -136,16 +136,16 @@ class Claims:
 
 
 _CANCELLATION_INTERVAL_S = 0.1
-"""How often Triton is asked which requests are cancelled. Each is a question of its own, which wakes a thread here and
-one in the server as a token does; a cancelled request only costs its part of a few steps.
+"""How often the client asks Triton which requests are cancelled. Each request is a question of its own. A question
+wakes a thread here and one in the server, as a token does. A cancelled request only costs its part of a few steps.
 """
 _CANCELLATION_GRACE_S = 0.08
-"""Asking waits so long for outputs to come first: to wake for nothing else costs as much again."""
+"""How long a question waits for outputs to come first. To wake for the question alone would cost as much again."""
 _CANCELLATION_DUTY = 0.1
-"""The largest share of the thread's time for asking, which takes a round trip."""
+"""The largest share of the thread's time that questions may take. Each takes a round trip."""
 
 NOBODY = Sender()
-"""The sender of every request where there are neither API keys nor a proxy's word."""
+"""The sender of every request if there are no API keys and no proxy that names clients."""
 
 EVERYTHING = AdapterScope()
 """The scope of the people who run the server."""
@@ -159,9 +159,9 @@ _Request = Add | PutAdapter | Stop | Operate
 class Listener(Protocol):
     """The receiver of the outputs of a call. Only the client's thread calls it.
 
-    A call of n requests ends when each has had its final output, or with the first that carries an error. Once all
-    listeners have heard the outputs that arrived, they are told to `flush` the answers that they have to pass on: the
-    listeners with the fewest `unsent_bytes` first.
+    A call of n requests ends when each request has had its final output, or with the first error. When all listeners
+    have heard the outputs that arrived, each is told to `flush` its answers. The listeners with the fewest
+    `unsent_bytes` go first.
     """
 
     @property
@@ -199,7 +199,7 @@ class EngineClient:
     """
 
     def __init__(self, socket_path: Path, block_listener: BlockListener | None = None) -> None:
-        """block_listener: hears the events of the engine's prefix cache; no other front does then."""
+        """block_listener: hears the events of the engine's prefix cache. No other front hears them then."""
         self._block_listener = block_listener
         self._socket_path = socket_path
         self._tasks: deque[Callable[[], None]] = deque()
@@ -222,13 +222,13 @@ class EngineClient:
 
     @property
     def has_engine(self) -> bool:
-        """Whether an engine has welcomed us and is there as far as we know."""
+        """Whether an engine has welcomed this front and is not known to be gone."""
         return self._info is not None
 
     def wait_until_ready(self, timeout_s: float) -> EngineInfo:
-        """The engine's description, once it has welcomed us.
+        """The engine's description, once the engine has welcomed this front.
 
-        Raises ConfigError if it refused us, EngineUnavailable if it has not answered in time.
+        Raises ConfigError if the engine refused this front, EngineUnavailable if it has not answered in time.
         """
         with self._state:
             self._state.wait_for(lambda: self._info or self._refusal, timeout_s)
@@ -247,7 +247,7 @@ class EngineClient:
         trace_id: str = "",
         claims: Claims | None = None,
     ) -> None:
-        """Have `requests` answered to `listener`; `adapter` (task id, weights) is put before they are accepted."""
+        """Have `requests` answered to `listener`. The engine first stores `adapter` (task id, weights), if given."""
         message = Add(requests, client_request_id, adapter_header(*adapter) if adapter else None, trace_id)
         request_ids = [request.request_id for request in requests]
         payload = adapter_payload(adapter[1]) if adapter else None
@@ -268,7 +268,7 @@ class EngineClient:
         self._submit(listener, [request_id], message, adapter_payload(adapter), claims)
 
     def stop(self, listener: Listener, request_id: str, client_request_id: str, sender: Sender = NOBODY) -> None:
-        """End the sender's requests of an id; they finish as `cancelled`. Its one output has finish reason `stop`."""
+        """End the sender's requests with this id, as `cancelled`. Its one output has finish reason `stop`."""
         self._submit(listener, [request_id], Stop(request_id, client_request_id, sender), None)
 
     def operate(
@@ -288,7 +288,7 @@ class EngineClient:
         os.eventfd_write(self._wakeup_fd, 1)
 
     def close(self) -> None:
-        """Fail the calls in flight and end the thread. Does nothing the second time."""
+        """Fail the calls in flight and end the thread. A second call does nothing."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -345,7 +345,7 @@ class EngineClient:
             self._connection.send(message, payload)
 
     def _receive(self) -> None:
-        # Asked before reading: messages from before the loss was noticed are in the socket by now and still count.
+        # Asked before reading: messages that arrived before the loss are in the socket, and they still count.
         is_lost = self._connection.is_lost()
         outputs: list[TokenOutput] = []
         for message in self._connection.receive():
@@ -383,7 +383,7 @@ class EngineClient:
         self._connection = Connection(self._context, self._socket_path)
 
     def _tell_of_blocks(self, tell: Callable[[BlockListener], None]) -> None:
-        """A block listener that raises, such as one whose router is gone, loses these events and no call."""
+        """Hand over events. A block listener that raises, for example without its router, loses only these events."""
         if self._block_listener is not None:
             try:
                 tell(self._block_listener)
@@ -400,11 +400,11 @@ class EngineClient:
             self._deliver([error_output(next(iter(self._calls)), error)])
 
     def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
-        """Hand outputs to their listeners; one for a request that was given up comes too late and is dropped.
+        """Hand outputs to their listeners. An output for a request that was given up is dropped.
 
-        A step's responses are all made before the first is sent. To send wakes the server, and code run by turns finds
-        the caches full of the other's data: a token then takes a third more of the CPU in every process on its way.
-        To send 64 MiB of logits takes 0.2 s: the tokens of others go before them.
+        All responses of a step are made before the first is sent. Sending wakes the server. If making and sending took
+        turns, each would find the caches full of the other's data: a token would take a third more CPU in every process
+        on its way. 64 MiB of logits take 0.2 s to send, so tokens of others go before them.
         """
         told: dict[_Call, str] = {}
         for output in outputs:
@@ -426,7 +426,7 @@ class EngineClient:
                 call.claims.close()
 
     def _tell(self, call: _Call, request_id: str, tell: Callable[[], None]) -> bool:
-        """Whether the listener took it."""
+        """Hand over one output. Returns whether the listener took it."""
         try:
             tell()
         except Exception as error:
@@ -435,13 +435,13 @@ class EngineClient:
         return True
 
     def _lose(self, call: _Call, request_id: str, error: Exception) -> None:
-        """A listener that raised `error` loses its own call only, and hears of that."""
+        """End the call of a listener that raised `error`, and tell it so. Other calls go on."""
         logger.error("request %s cannot be answered", request_id, exc_info=error)
         self._forget(call)
         _tell_failure(call.listener, request_id, error)
 
     def _forget(self, call: _Call) -> None:
-        """End a call on both sides: the engine aborts those of its requests that it still has."""
+        """End a call on both sides: the engine aborts the call's requests that it still has."""
         for request_id in call.open_request_ids:
             del self._calls[request_id]
         if self._info is not None and call.open_request_ids:
@@ -467,7 +467,7 @@ class EngineClient:
 
 
 def _tell_failure(listener: Listener, request_id: str, error: Exception) -> None:
-    """Give a request its final output: without one its client would wait for ever."""
+    """Give a request its final output. Without it the client would wait forever."""
     try:
         listener.on_output(error_output(request_id, InternalError(f"{type(error).__name__}: {error}")))
         listener.flush()

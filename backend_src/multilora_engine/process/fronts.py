@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Fronts:
-    """The fronts that have been welcomed, over one ROUTER socket. One message per front and flush.
+    """The welcomed fronts, over one ROUTER socket. A flush sends one message to each front.
 
     ZeroMQ's own thread writes to the sockets. A front that does not read delays nobody: its outputs wait here, and the
     outputs of one request are joined when the front reads again.
@@ -45,7 +45,7 @@ class Fronts:
         return bool(self._outbox)
 
     def receive(self) -> tuple[bytes, memoryview, memoryview] | None:
-        """The next message as front, message, and the frame behind it, which may be empty; None if there is none."""
+        """The next message: front, message, and the frame after it, which may be empty. None if there is no message."""
         try:
             front, message, *payload = self._router.recv_multipart(zmq.DONTWAIT, copy=False)
         except zmq.Again:
@@ -53,7 +53,7 @@ class Fronts:
         return front.bytes, message.buffer, payload[0].buffer if payload else memoryview(b"")
 
     def greet(self, front: bytes, hello: Hello, info: EngineInfo) -> None:
-        """Welcome a front that speaks this version of the protocol, and refuse another."""
+        """Welcome a front that speaks this version of the protocol. Refuse any other front."""
         if hello.protocol_version == PROTOCOL_VERSION:
             self._welcomed.add(front)
             self.send(front, Welcome(info))
@@ -66,24 +66,24 @@ class Fronts:
         self.send(front, Refused(reason))
 
     def send(self, front: bytes, message: FromEngine) -> bool:
-        """Send a message that is no output. False: the front has not read its earlier messages, and does not get it."""
+        """Send a message that is no output. Returns False, and sends nothing, if the front is behind with reading."""
         if not self._address(front):
             return False
         self._router.send(encode(message))
         return True
 
     def add(self, front: bytes, output: TokenOutput) -> None:
-        """Have an output sent by the next `flush` that the front can take it from."""
+        """Let an output wait for the next `flush` at which the front can take it."""
         self._outbox.add(front, output)
 
     def flush(self) -> None:
-        """Send each front the outputs that wait for it."""
+        """Send to each front the outputs that wait for it."""
         for front in self._outbox.fronts:
             if self._address(front):
                 self._router.send_multipart(output_frames(self._outbox.take(front)), copy=False)
 
     def _address(self, front: bytes) -> bool:
-        """Begin a message to a front. False if it is gone, or has not read its earlier messages."""
+        """Begin a message to a front. Returns False if the front is gone or is behind with reading."""
         try:
             self._router.send(front, zmq.SNDMORE | zmq.DONTWAIT)
         except zmq.Again:

@@ -1,13 +1,14 @@
-"""The life of a process as others see it: `Heartbeat` and `Pulse` tell a hang, `wait_for_end` the end; drained ends.
+"""The life of a process as other processes see it. `Heartbeat` and `Pulse` notice a hang, `wait_for_end` the end, and
+`drain_engine` makes an engine end without losing a request.
 
 The heartbeat is a counter in memory that both processes map, without a clock. The supervisor looks at the counter a few
-times per timeout and counts the looks. Jumps of the clock mean nothing, and a pause of both processes (a frozen
+times per timeout and counts the looks. So jumps of the clock do not matter, and a pause of both processes (a frozen
 container, a suspended machine) costs one look. An engine that loads has not begun to count, so a load may take any
 time. An engine that computes counts between layers, so a step may take any time, too.
 
-A drained engine ends without losing a request: SIGTERM tells it to take no more, a file tells that the last has ended.
-Triton's own order is the other way round: on SIGTERM it stops listening and refuses the later steps of ensembles, whose
-requests in flight then never end. So the engine is drained before its server is stopped.
+SIGTERM tells an engine to take no more requests, and a file tells that the last one has ended. On SIGTERM, Triton
+itself stops listening and refuses the later steps of ensembles, so that their requests in flight never end. So the
+engine is drained before its server is stopped.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ LOOKS_PER_TIMEOUT = 10
 
 
 class Heartbeat:
-    """The counter, in the file `fd`. One process writes the counter, another one reads it.
+    """The counter, in the file `fd`. One process writes it, another one reads it.
 
-    interval_s: an engine that has nothing to do counts this often, and with None never.
+    interval_s: how often an idle engine counts; None for never.
     """
 
     def __init__(self, fd: int, interval_s: float | None) -> None:
@@ -36,7 +37,7 @@ class Heartbeat:
 
     @property
     def count(self) -> int:
-        """Beats so far; 0 while the engine loads."""
+        """The number of beats so far; 0 while the engine loads."""
         return self._counter[0]
 
     def beat(self) -> None:
@@ -51,7 +52,7 @@ def heartbeat_file() -> int:
 
 
 class Pulse:
-    """Whether a counter that is looked at every `timeout / LOOKS_PER_TIMEOUT` has stood still for the timeout."""
+    """Tells whether a counter has stood still for the timeout. It needs a look every `timeout / LOOKS_PER_TIMEOUT`."""
 
     def __init__(self) -> None:
         self._last = 0
@@ -65,9 +66,9 @@ class Pulse:
 
 
 def wait_for_end(pid: int, timeout_s: float | None = None) -> bool:
-    """Sleep until a process has ended; False if it has not after `timeout_s`.
+    """Sleep until a process has ended. Returns False if it has not ended after `timeout_s`.
 
-    `Popen.wait` with a timeout asks again and again instead, under a lock that an interrupt (Ctrl-C) can leave locked.
+    `Popen.wait` with a timeout would ask again and again, under a lock that an interrupt (Ctrl-C) can leave locked.
     """
     try:
         fd = os.pidfd_open(pid)
@@ -83,23 +84,23 @@ _LOOK_INTERVAL_S = 0.05
 
 
 def drained_file(socket_path: Path) -> Path:
-    """A file beside the engine's socket, which is there once a drained engine has nothing in flight any more."""
+    """A file beside the engine's socket. It appears when a drained engine has nothing in flight any more."""
     return socket_path.with_name("drained")
 
 
 class DrainOrder:
-    """The side of the engine. fd: readable once the engine is told to take no more requests."""
+    """The engine's side of draining. fd: readable once the engine is told to take no more requests."""
 
     def __init__(self, socket_path: Path) -> None:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._file = drained_file(socket_path)
 
     def give(self, *_: object) -> None:
-        """Tell it. May be called in a signal handler."""
+        """Tell the engine to take no more requests. A signal handler may call this."""
         os.eventfd_write(self.fd, 1)
 
     def fulfil(self) -> None:
-        """Say that nothing is in flight any more."""
+        """Tell the other side that nothing is in flight any more."""
         self._file.touch()
 
     def close(self) -> None:
@@ -107,9 +108,9 @@ class DrainOrder:
 
 
 def drain_engine(pid: int, socket_path: Path, timeout_s: float) -> bool:
-    """Make the engine process `pid` take no more requests, and wait until it has ended its present ones.
+    """Make the engine process `pid` take no more requests, and wait until its present requests have ended.
 
-    False if it has not by then, or is gone: it died, or was still loading.
+    Returns False if they have not ended in time, or if the process is gone: it died, or was still loading.
     """
     file = drained_file(socket_path)
     file.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """The program of the engine process.
 
 `python -m multilora_engine.process.main` reads one JSON line (`Launch`) on stdin, loads the engine, binds the socket,
-and reports on stdout (`Started` or `StartFailed`). It ends when stdin does: the front that started it is gone. SIGTERM
-drains it, see drain.py.
+and reports on stdout (`Started` or `StartFailed`). It ends when stdin ends, because the front that started it is gone
+then. SIGTERM drains it (liveness.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from multilora_engine.process.server import ServedEngine, serve
 from multilora_engine.process.telemetry import AdapterUsage
 
 _SWITCH_INTERVAL_S = 0.0005
-"""How long a thread that fetches or compiles may keep the interpreter from a step, which asks for it many times."""
+"""How long a thread that fetches or compiles may hold the interpreter. A step asks for the interpreter many times."""
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def main(create_engine: Callable[[EngineConfig], ServedEngine]) -> None:
 
 
 def _settle() -> None:
-    """Keep all loaded objects out of later garbage collections: of pauses between steps, and of the process's end."""
+    """Keep all loaded objects out of later garbage collections, which take time between steps and at the end."""
     gc.collect()
     gc.freeze()
 

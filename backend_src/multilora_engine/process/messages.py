@@ -1,9 +1,8 @@
 """The messages between the fronts and the engine process, and the outputs that a front has not taken yet.
 
-A message is one ZeroMQ frame of msgpack. `Add` and `PutAdapter` carry the packed weights of an adapter in a second
-frame, as they lie in memory, and `Outputs` the logits of prompts in one more frame for each output that has some.
-Everything the engine says about a request, refusals included, is a `TokenOutput`: a request has ended with the first of
-its outputs that is final.
+A message is one ZeroMQ frame of msgpack. `Add` and `PutAdapter` have the packed weights of an adapter in a second
+frame, as they lie in memory. `Outputs` have one more frame for each output with logits of a prompt. All that the engine
+says about a request is a `TokenOutput`, also a refusal. A request ends with its first output that is final.
 
 The engine process writes one line to its stdout, a `StartReport` for the supervisor that started the process.
 """
@@ -28,11 +27,11 @@ from multilora_engine.process.operations import Operation
 from multilora_engine.request import GenerationRequest, Sender, TokenOutput
 
 PROTOCOL_VERSION = 10
-"""Raised with every change to this file that an older peer would misread."""
+"""The version of the protocol. Every change to this file that an older peer would misread raises it."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first message of a front; nothing else is accepted before it."""
+    """The first message of a front. The engine accepts nothing else before it."""
 
     protocol_version: int
 
@@ -56,11 +55,11 @@ class AdapterHeader(msgspec.Struct, frozen=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Accept all of `requests`, which have one sender, or none. The adapter is put first, so that nothing can evict it
-    in between.
+    """Accept all of `requests`, or none of them. They have one sender. The adapter is stored first, so that nothing can
+    evict it in between.
 
-    client_request_id: the client's own id, which a later `Stop` names; need not be unique, may be empty.
-    trace_id: of the trace that they are part of, for the log; empty if of none.
+    client_request_id: the client's own id, which a later `Stop` names. It may be empty, and need not be unique.
+    trace_id: the trace of the requests, for the log; empty for no trace.
     """
 
     requests: list[GenerationRequest]
@@ -70,7 +69,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class PutAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Put an adapter and answer with an empty final output that has its digest."""
+    """Store an adapter and answer with an empty final output that has its digest."""
 
     request_id: str
     adapter: AdapterHeader
@@ -79,9 +78,9 @@ class PutAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End the requests of the sender's own id (they finish as `cancelled`), then answer with an empty final output.
+    """End the sender's requests with this id; they finish as `cancelled`. Then answer with an empty final output.
 
-    client_request_id: the id that the sender gave them, or the engine's id of one of them.
+    client_request_id: the id that the sender gave the requests, or the engine's id of one of them.
     """
 
     request_id: str
@@ -90,9 +89,9 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdapterScope(msgspec.Struct, frozen=True):
-    """The adapters that an operation tells of: all of them, or a tenant's own and some of the server's.
+    """The adapters that an operation may show: all adapters, or a tenant's own and some of the server's.
 
-    shared: ids, names and beginnings of names of these, as in the file of API keys.
+    shared: the server's adapters among them, by ids, names and beginnings of names, as in the file of API keys.
     """
 
     is_everything: bool = True
@@ -110,13 +109,13 @@ class Operate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Forget requests for which no client waits. There is no answer."""
+    """Forget requests that no client waits for. There is no answer."""
 
     request_ids: list[str]
 
 
 class WatchBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Tell this front, and no longer another one, the prefix cache's events from now on."""
+    """Send the prefix cache's events to this front from now on, and to no other."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -253,13 +252,13 @@ def report_start(stream: TextIO, outcome: StartReport) -> None:
 
 
 MAX_QUEUED_MESSAGES = 16
-"""Messages that ZeroMQ holds on either side for a front that does not read. When it holds that many, outputs wait here,
-to be joined.
+"""How many messages ZeroMQ holds on either side for a front that does not read. Further outputs wait here, and are
+joined.
 """
 
 
 class Outbox:
-    """Outputs by front; never more than the answers of running requests."""
+    """The waiting outputs of each front: never more than the answers of running requests."""
 
     def __init__(self) -> None:
         self._waiting: defaultdict[bytes, list[TokenOutput]] = defaultdict(list)
@@ -269,7 +268,7 @@ class Outbox:
 
     @property
     def fronts(self) -> list[bytes]:
-        """The fronts that messages wait for."""
+        """The fronts with waiting outputs."""
         return list(self._waiting)
 
     def add(self, front: bytes, output: TokenOutput) -> None:
@@ -293,7 +292,7 @@ def join_outputs(outputs: Iterable[TokenOutput]) -> list[TokenOutput]:
 
 
 def _join(outputs: list[TokenOutput]) -> TokenOutput:
-    """The totals and the end come from the last output."""
+    """Join outputs of one request. The totals and the end come from the last output."""
     return msgspec.structs.replace(
         outputs[-1],
         token_ids=list(chain.from_iterable(output.token_ids for output in outputs)),

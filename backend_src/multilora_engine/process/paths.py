@@ -15,10 +15,10 @@ from pathlib import Path
 from multilora_engine.errors import ConfigError
 
 ENGINE_MODULE = "multilora_engine.process.main"
-"""The module that the engine process runs, by which it is known among the processes of its server."""
+"""The module that the engine process runs. It identifies the engine among the processes of its server."""
 
 RELAY_MODULE = "multilora_engine.dynamo.relay_process"
-"""The module that runs in its place, where a fleet generates."""
+"""The module that runs in its place if a fleet generates."""
 
 _MAX_SOCKET_PATH = 107
 """Bytes of `sun_path` in sockaddr_un, less the terminating zero."""
@@ -27,7 +27,7 @@ _PLAIN_PATH = re.compile(r"[A-Za-z0-9/._-]+")
 
 
 def socket_path(server_pid: int) -> Path:
-    """The engine's socket of the server with this pid, below a directory that only we can enter. Raises ConfigError."""
+    """The socket of the engine of the server with this pid, in a directory of this user alone. Raises ConfigError."""
     root = temporary_folder() / f"multilora-{os.getuid()}"
     _make_private(root)
     path = root / str(server_pid) / "engine.sock"
@@ -39,8 +39,8 @@ def socket_path(server_pid: int) -> Path:
 def temporary_folder() -> Path:
     """A folder for temporary files whose path the server's Python backend can pass to a shell. Raises ConfigError.
 
-    The backend starts the process of a model by a shell, without quotes: a space or a sign of the shell in the path of
-    the model or of the backend's own files ends it. So do characters beyond ASCII.
+    The backend starts the process of a model by a shell, without quotes. The start fails if the path of the model or of
+    the backend's own files has a space, a sign of the shell, or a character beyond ASCII.
     """
     candidates = [Path(tempfile.gettempdir()).absolute(), *map(Path, ("/tmp", "/var/tmp", "/dev/shm"))]
     for folder in candidates:

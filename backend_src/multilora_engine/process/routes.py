@@ -16,13 +16,13 @@ _MINUTE_S = 60.0
 
 
 class _Allowance:
-    """The rest of one rate: a minute's worth at most, filled up all the time; below zero it is a debt."""
+    """What is left of one rate: at most a minute's worth. It fills up all the time. Below zero it is a debt."""
 
     def __init__(self, now_s: float) -> None:
         self._full_at_s = now_s
 
     def wait_s(self, per_minute: int, now_s: float) -> float:
-        """Seconds until one more may be taken; 0 for at once."""
+        """The seconds until one more may be taken; 0 if at once."""
         return max(0.0, self._full_at_s - now_s - _MINUTE_S + _MINUTE_S / per_minute)
 
     def take(self, amount: int, per_minute: int, now_s: float) -> None:
@@ -30,10 +30,10 @@ class _Allowance:
 
 
 class RateLimits:
-    """Belongs to the engine process, since all doors lead there.
+    """The limits a minute of API keys. They are counted in the engine process, because all doors lead there.
 
-    A request is accepted while a rest is left. If it takes more than the rest, the key owes the excess, and its next
-    request waits.
+    A request is accepted while something is left. If it takes more than that, the key owes the excess, and its next
+    request is refused until the debt is paid.
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -42,14 +42,14 @@ class RateLimits:
         self._tokens: dict[str, _Allowance] = {}
 
     def admit(self, sender: Sender, num_requests: int) -> None:
-        """Take requests from the rest of the sender's key. Raises RateExceeded, and nothing is taken then."""
+        """Take requests from what the sender's key has left. Raises RateExceeded, and takes nothing then."""
         now_s = self._now_s()
         _check("tokens", self._tokens, sender.key_id, sender.tokens_per_minute, now_s)
         _check("requests", self._requests, sender.key_id, sender.requests_per_minute, now_s)
         _take(self._requests, sender.key_id, sender.requests_per_minute, num_requests, now_s)
 
     def charge(self, sender: Sender, num_tokens: int) -> None:
-        """Tokens were read or written for the sender's key."""
+        """Count tokens that were read or written for the sender's key."""
         _take(self._tokens, sender.key_id, sender.tokens_per_minute, num_tokens, self._now_s())
 
 
@@ -84,7 +84,7 @@ class Route:
 class Routes(UserDict[str, Route]):
     """Routes by the engine's request ids: exactly the requests that the engine has accepted and not finished.
 
-    A stop costs the requests that it names, however many others are in flight.
+    The cost of a stop depends only on the requests that it names, not on the others in flight.
     """
 
     def __init__(self, **routes: Route) -> None:
@@ -110,9 +110,9 @@ class Routes(UserDict[str, Route]):
     def named_by(self, stop: Stop, needs_sender: bool) -> list[str]:
         """The requests in flight that a stop names, all of its own sender.
 
-        The engine's id of a request names that request. A known sender may use its own ids as well. Unknown senders
-        cannot be told apart, so the client's id that one of them sends must belong to one call only, and is refused
-        where a stop `needs_sender`. Raises InvalidRequest, PermissionDenied.
+        The engine's id of a request names that request. A known sender may also use its own ids. Unknown senders cannot
+        be told apart. So the client's id that an unknown sender names must belong to only one call, and it is refused
+        if a stop `needs_sender`. Raises InvalidRequest, PermissionDenied.
         """
         sender, wanted = stop.sender, stop.client_request_id
         issued = self.get(wanted)

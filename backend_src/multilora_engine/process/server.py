@@ -51,11 +51,11 @@ from multilora_engine.process.telemetry import AdapterUsage, RequestTelemetry
 from multilora_engine.request import GenerationRequest, TokenOutput
 
 _MAX_WAITING = 1 << 16
-"""Events that wait for a front that does not read. A front that misses one knows a wrong cache, and is told no more."""
+"""How many events wait for a front that does not read. A front that misses one gets no more: it knows a wrong cache."""
 
 
 class BlockWatch:
-    """At most one front watches. Events that it cannot take yet wait for it."""
+    """Sends the prefix cache's events to the front that watches, at most one. Events wait until it can take them."""
 
     def __init__(self, events: BlockEvents, fronts: Fronts) -> None:
         self._events = events
@@ -64,7 +64,7 @@ class BlockWatch:
         self._waiting: list[BlockEvent] = []
 
     def begin(self, front: bytes) -> None:
-        """Tell `front` from now on."""
+        """Send events to `front` from now on."""
         self._front = front
         self._events.want()
         self._events.take()
@@ -115,7 +115,7 @@ class ServedEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AwaitedAnswer:
-    """The answer of one request to one front. `answer` is called once `is_ready`, and may raise a RequestError."""
+    """An answer to a front that is not ready yet. `answer` is called once `is_ready`; it may raise a RequestError."""
 
     front: bytes
     request_id: str
@@ -124,7 +124,7 @@ class AwaitedAnswer:
 
 
 def upload_output(done: TokenOutput, task_id: TaskId, write: Future[None]) -> TokenOutput:
-    """`done`, once the adapter's file is written: an acknowledged adapter is never lost. Raises AdapterNotKept."""
+    """`done`, after the adapter's file is written, so that no acknowledged adapter is lost. Raises AdapterNotKept."""
     try:
         write.result()
     except OSError as error:
@@ -140,17 +140,17 @@ def report_output(request_id: str, report: Report) -> TokenOutput:
 
 
 _MAX_MESSAGES_PER_STEP = 256
-"""A flood of requests must not keep the running ones from their next step."""
+"""The most messages between two steps: a flood of requests must not keep running requests from their next step."""
 
 _MAX_RECEIVE_S = 0.005
-"""A flood of large messages must not either: once receiving has taken this time, a step comes first. To take up an
-adapter of 9 MB takes about as long, so a step waits for one of them."""
+"""The most time for receiving between two steps, for the same reason. An adapter of 9 MB takes about as long, so a step
+waits for one of them."""
 
 _WAIT_POLL_MS = 5
-"""How often an idle engine looks whether a file is written or a source listed that an answer waits for."""
+"""How often an idle engine looks whether answers that wait for a file or a source are ready."""
 
 _MAX_FAILED_STEPS = 2
-"""Failed steps in a row. A device that failed for good fails every step; only a new process helps then."""
+"""After this many failed steps in a row the process ends. The device has failed for good; a new process may help."""
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +267,7 @@ class EngineServer:
                 self._block_watch.begin(front)
 
     def _answer(self, front: bytes, request_id: str, handle: Callable[[], None]) -> None:
-        """An error in a message is the answer to its request, and to nothing else."""
+        """Carry out a message. An error in it is the answer to its own request only."""
         try:
             handle()
         except RequestError as error:
@@ -372,7 +372,7 @@ class EngineServer:
         self._emit(outputs)
 
     def _fail_all(self, error: Exception) -> None:
-        """Fail all requests: after an exception out of a step, none of them can be trusted to go on."""
+        """Fail all requests: after an exception in a step, none of them can be trusted to go on."""
         self._failed_steps += 1
         logger.exception("step failed, %d requests are lost", len(self._routes))
         lost = list(self._routes)
@@ -433,9 +433,9 @@ def serve(
     drain: DrainOrder,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Bind the socket and serve until `parent_fd` reaches its end, counting in `usage`, showing life by `heartbeat`.
+    """Bind the socket and serve until `parent_fd` reaches its end. Count in `usage`, and show life by `heartbeat`.
 
-    After the order to `drain` no more requests are taken. `on_ready` is called once fronts can connect.
+    After the order to `drain`, no more requests are taken. `on_ready` is called once fronts can connect.
     """
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.set(zmq.LINGER, 0)

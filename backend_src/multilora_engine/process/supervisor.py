@@ -45,8 +45,9 @@ def keep_alive(live: Callable[[], float], pause: Callable[[float], bool], max_re
 
 
 def engine_command(module: str = ENGINE_MODULE) -> tuple[str, ...]:
-    """Runs the engine, or the program in its place, with this environment's Python: in a Triton stub `sys.executable`
-    is none.
+    """The command that runs the engine, or the program in its place, with this environment's Python.
+
+    In a Triton stub `sys.executable` is no Python.
     """
     return (str(Path(sys.prefix) / "bin" / "python3"), "-m", module)
 
@@ -54,7 +55,7 @@ def engine_command(module: str = ENGINE_MODULE) -> tuple[str, ...]:
 class EngineProcess:
     """One engine process at a time, kept alive by a thread. The engine ends by itself when this process does.
 
-    generation: how many engine processes there have been.
+    generation: the number of engine processes so far.
     """
 
     def __init__(
@@ -65,9 +66,9 @@ class EngineProcess:
         command: Sequence[str] | None = None,
         hang_timeout_s: float = 0.0,
     ) -> None:
-        """environ, command: of the engine process; the defaults are our own environment and `engine_command`.
+        """environ, command: for the engine process; the defaults are this process's environment and `engine_command`.
 
-        hang_timeout_s: an engine without a sign of life for so long is killed; 0 lets it hang.
+        hang_timeout_s: an engine without a sign of life for this time is killed; 0 lets it hang.
         """
         self.generation = 0
         self._parameters = dict(parameters)
@@ -102,7 +103,7 @@ class EngineProcess:
         keep_alive(self._live, self._is_closing.wait)
 
     def _live(self) -> float:
-        """One life of an engine; the seconds that it took."""
+        """Run one life of an engine. Returns the seconds that it took."""
         while not self._is_closing.is_set():
             try:
                 if self._has_ended:
@@ -110,13 +111,13 @@ class EngineProcess:
                     self._restart()
                 return self._outlive()
             except Exception:
-                # Nothing else would start the engine again: this thread goes on after any error.
+                # This thread goes on after any error, because nothing else would start the engine again.
                 logger.exception("engine %d cannot be watched", self.generation)
                 self._is_closing.wait(_RETRY_S)
         return 0.0
 
     def _outlive(self) -> float:
-        """Wait for the end of the engine process, and bring it about if the engine hangs; the seconds that took."""
+        """Wait until the engine process ends, and kill it if it hangs. Returns the seconds that it lived."""
         assert self._process is not None
         assert self._heartbeat is not None
         started = time.monotonic()
@@ -137,12 +138,12 @@ class EngineProcess:
             logger.error("engine %d cannot start: %s", self.generation, error)
         except Exception:
             logger.exception("engine %d cannot start", self.generation)
-            # A process that got no `Launch`, or speaks out of turn, would never end by itself.
+            # A process that got no `Launch`, or that reports something else, would never end by itself.
             if self._process is not None:
                 self._process.kill()
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], bytes]:
-        """A new engine process, and the line that it waits for."""
+        """Start an engine process. Returns it with the line that it waits for."""
         with self._spawning:
             if self._is_closing.is_set():
                 raise ConfigError("the server is shutting down")
@@ -169,7 +170,7 @@ class EngineProcess:
 
 
 def _ends_or_hangs(process: subprocess.Popen[bytes], heartbeat: Heartbeat) -> bool:
-    """Wait until the process ends or hangs; whether it has ended."""
+    """Wait until the process ends or hangs. Returns whether it has ended."""
     pulse = Pulse()
     while process.poll() is None and not wait_for_end(process.pid, heartbeat.interval_s):
         if pulse.has_stopped(heartbeat.count):
@@ -195,7 +196,7 @@ def _await_start(process: subprocess.Popen[bytes], launch: bytes) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The end of its stdin tells an engine to end; one that does not listen, because it still loads, is killed."""
+    """End an engine by closing its stdin. An engine that still loads does not notice, and is killed."""
     _close(process.stdin)
     try:
         process.wait(_EXIT_TIMEOUT_S)

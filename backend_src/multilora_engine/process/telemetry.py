@@ -11,15 +11,15 @@ from multilora_engine.histogram import Histogram
 from multilora_engine.request import TokenOutput
 
 _REMEMBERED_PER_PLACE = 16
-"""Adapters whose requests are counted to find those most asked for, in all."""
+"""How many adapters are counted to find the ones most asked for."""
 
 _LEAD = 2
-"""How many times the requests of the last one an adapter needs to take its place: keeps the places from flapping."""
+"""An adapter needs this many times the requests of the last place to take it, so that places do not flap."""
 
 
 @dataclass
 class Usage:
-    """Requests that ended, and tokens of their prompts and answers."""
+    """The number of requests that ended, and of the tokens of their prompts and answers."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -32,7 +32,7 @@ class Usage:
 
 
 MAX_ADAPTERS = 32
-"""Adapters that have metrics of their own; a metrics system keeps a series for each."""
+"""How many adapters have metrics of their own. A metrics system keeps a series for each."""
 
 
 class AdapterUsage:
@@ -50,18 +50,18 @@ class AdapterUsage:
 
     @property
     def by_label(self) -> dict[str, Usage]:
-        """The adapters that have a place."""
+        """The adapters with a place."""
         return dict(self._by_label)
 
     def record(self, label: str, prompt_tokens: int, output_tokens: int) -> None:
-        """A request of an adapter has ended."""
+        """Count a request of an adapter that has ended."""
         self._popularity[label] = self._popularity.pop(label, 0) + 1
         usage = self._by_label.get(label) or self._new_place(label) or self.other
         usage.add(prompt_tokens, output_tokens)
         self._forget_unpopular()
 
     def _new_place(self, label: str) -> Usage | None:
-        """A place for an adapter without one, if one is free or its owner is asked for much less."""
+        """Give an adapter a place, if one is free or if the last place is asked for much less."""
         if not self.max_adapters:
             return None
         if len(self._by_label) == self.max_adapters:
@@ -72,7 +72,7 @@ class AdapterUsage:
         return self._by_label.setdefault(label, Usage())
 
     def _forget_unpopular(self) -> None:
-        """Drop the adapter without a place that was asked for longest ago, when there are too many of them."""
+        """If there are too many adapters without a place, drop the one that was asked for longest ago."""
         if len(self._popularity) > _REMEMBERED_PER_PLACE * self.max_adapters:
             without_place = (label for label in self._popularity if label not in self._by_label)
             del self._popularity[next(without_place)]
@@ -84,12 +84,12 @@ _NS = 1e-9
 
 @dataclass
 class RequestStats:
-    """Since the engine started.
+    """Counts since the engine started.
 
     requests: by how they ended: a finish reason, or the code of an error.
     queue_seconds: from arrival to the first step. first_token_seconds: from arrival to the first output.
-    inter_token_seconds: between tokens; a step that brings several of one request shares its time among them.
-    request_seconds: from arrival to the end. batch_size: requests that got something from a step.
+    inter_token_seconds: between tokens. If a step brings several tokens of a request, its time is split among them.
+    request_seconds: from arrival to the end. batch_size: the requests that got something from a step.
     """
 
     requests: dict[str, int] = field(default_factory=dict)
@@ -109,27 +109,27 @@ class _Clock:
 
 
 class RequestTelemetry:
-    """The only writer of `RequestStats`. A request is begun once, and then ends or is dropped once."""
+    """The only writer of `RequestStats`. A request begins once, and then ends or is dropped once."""
 
     def __init__(self) -> None:
         self.stats = RequestStats()
         self._clocks: dict[str, _Clock] = {}
 
     def begin(self, request_id: str) -> None:
-        """A request was accepted."""
+        """Count a request that was accepted."""
         self._clocks[request_id] = _Clock(time.monotonic())
 
     def refuse(self, code: str, num_requests: int) -> None:
-        """Requests were not accepted."""
+        """Count requests that were not accepted."""
         self._count(code, num_requests)
 
     def drop(self, request_id: str) -> None:
-        """A request ended without an output: no client waits for it any more."""
+        """Count a request that ended without an output, because no client waits for it any more."""
         del self._clocks[request_id]
         self._count("cancelled", 1)
 
     def record(self, outputs: Sequence[TokenOutput]) -> None:
-        """Count the outputs of one step, or of an end outside of steps, for requests that were begun."""
+        """Count the outputs of one step, or of an end outside of steps, for requests that have begun."""
         now = time.monotonic()
         if num_with_tokens := sum(output.num_new_tokens > 0 for output in outputs):
             self.stats.batch_size.observe(num_with_tokens)
