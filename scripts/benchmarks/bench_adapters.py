@@ -12,10 +12,13 @@ throughput   answers of adapters drawn from 5 .. 2000 by Zipf's law, all in memo
              many there are; what differs then is what their number itself costs
 pauses       time between the tokens of a running batch while others' adapters come in: each step's end brings an upload
              that evicts another; or one after the other is fetched from a directory and packed; or is read from disk
+activated    a conversation that the base has answered, and eight adapters of rank 16 that are asked about it, one after
+             another: the first token, and the time of all eight. Activated adapters use keys and values of the base,
+             plain ones compute the conversation again, as PEFT does; default model
 
 All but memory and way in use an engine in this process on a CPU, where host and device tier are the same pages and the
-device tier has `max_loras` places, with a model of random weights. What is compared runs in turn, round after round,
-so that other load on the machine meets all contestants; medians are reported.
+device tier has `max_loras` places; all but activated, with a model of random weights. What is compared runs in turn,
+round after round, so that other load on the machine meets all contestants; medians are reported.
 
 A part is a function of a `Setting` that returns rows, an entry of `PARTS`, and a line above.
 """
@@ -30,26 +33,32 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Annotated
 
 import torch
 import typer
+from pydantic import ByteSize
 from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.adapter_bench import PLACES, RANKS, WARM_UP_TOKENS, Bench, random_wire, settle
 from benchmarks.machine_limits import seconds_of
+from benchmarks.peft_baseline import PeftBaseline
 from benchmarks.results import Row, at_least, at_most, measures_table, p99, report, threads_title
 from checkpoints.prepare_default_model import ensure_default_checkpoint
 from marked_tables import write_table
+from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.layout import NO_TRAITS, AdapterTraits
 from multilora_engine.lora.sources.source import AdapterKey
-from multilora_engine.request import GenerationRequest
+from multilora_engine.lora_config import LoRAConfig
+from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_wire.layout import AdapterLayout, num_values
 from plots import PERFORMANCE, write_plots
 from sources import measured_source
@@ -245,12 +254,85 @@ def compare_pauses(
     ]
 
 
+_NUM_JUDGES, _JUDGE_RANK = 8, 16
+_CONVERSATIONS = {2000: 8.0, 8000: 20.0}
+"""Tokens of a conversation, and how many times sooner the first token of an activated adapter shall come."""
+
+_INVOCATION = (1, 9690)
+_QUESTION_TOKENS, _ANSWER_TOKENS = 16, 8
+
+
+def activated_rows(setting: Setting) -> list[Row]:
+    """A conversation that the base has answered, and adapters that are asked about it, activated and plain in turn."""
+    layout = checkpoint_layout(setting.model, _JUDGE_RANK, "float32")
+    traits = AdapterTraits(invocation_tokens=_INVOCATION)
+    lora = LoRAConfig(max_loras=2 * _NUM_JUDGES, max_lora_rank=_JUDGE_RANK)
+    config = EngineConfig(
+        model_path=setting.model,
+        device="cpu",
+        num_threads=torch.get_num_threads(),
+        kv_cache_memory_bytes=ByteSize(1 << 30),
+        lora=lora,
+    )
+    engine, rows = Engine(config), []
+    tasks = {"activated": range(_NUM_JUDGES), "plain": range(_NUM_JUDGES, 2 * _NUM_JUDGES)}
+    for kind, of_kind in tasks.items():
+        for seed, task in enumerate(of_kind):
+            wire = random_wire(layout, _JUDGE_RANK, seed)
+            engine.put_adapter(task, pack_adapter(*wire, layout, traits if kind == "activated" else NO_TRAITS))
+    settle(engine)
+    baseline = PeftBaseline(setting.model, 1, _JUDGE_RANK)
+    for length, goal in _CONVERSATIONS.items():
+        prompt = _answered_conversation(engine, length)
+        seconds: dict[str, list[list[float]]] = {"activated": [], "plain": [], "PEFT": []}
+        for numbers in zip(*tasks.values(), strict=True):
+            for kind, task in zip(tasks, numbers, strict=True):
+                started = time.perf_counter()
+                (times,) = setting.bench.serve(engine, [_question(prompt, task)], 1)
+                seconds[kind].append([one - started for one in times])
+        # PEFT computes the whole prompt for any of its adapters: the time of one tells that of eight.
+        started = time.perf_counter()
+        seconds["PEFT"].append([one - started for one in baseline.answer([prompt], _ANSWER_TOKENS)[1]])
+        rows += _judged_rows(f"activated, {length} tokens", seconds, goal)
+    engine.close()
+    return rows
+
+
+def _answered_conversation(engine: Engine, length: int) -> list[int]:
+    """A conversation of `length` tokens, the last ones an answer of the base, and a question about it."""
+    random = Random(length)
+    told = [random.randrange(100, 40_000) for _ in range(length - _ANSWER_TOKENS)]
+    request = _question(told, None)
+    engine.add_request(request)
+    while engine.has_work:
+        for output in engine.step():
+            told = told + output.token_ids
+    return [*told, *_INVOCATION, *(random.randrange(100, 40_000) for _ in range(_QUESTION_TOKENS))]
+
+
+def _question(prompt: list[int], task: int | None) -> GenerationRequest:
+    sampling = SamplingParams(max_tokens=_ANSWER_TOKENS, end_id=-1)
+    return GenerationRequest(f"asked {task}", prompt, sampling, task)
+
+
+def _judged_rows(name: str, seconds: Mapping[str, list[list[float]]], goal: float) -> list[Row]:
+    """seconds: from each request to each of its tokens."""
+    first = {kind: statistics.median(times[0] for times in of_kind) for kind, of_kind in seconds.items()}
+    whole = {kind: _NUM_JUDGES * statistics.median(times[-1] for times in of_kind) for kind, of_kind in seconds.items()}
+    return [
+        *(Row(f"{name}: first token, {kind}", value * 1e3, "ms") for kind, value in first.items()),
+        *(Row(f"{name}: all eight, {kind}", value, "s") for kind, value in whole.items()),
+        at_least(f"{name}: first token, plain against activated", first["plain"] / first["activated"], "x", goal),
+    ]
+
+
 PARTS: Mapping[str, Callable[[Setting], list[Row]]] = {
     "memory": memory_rows,
     "way in": way_in_rows,
     "first token": first_token_rows,
     "throughput": throughput_rows,
     "pauses": pause_rows,
+    "activated": activated_rows,
 }
 
 

@@ -146,7 +146,8 @@ def _options(random: Random, number: int, facts: ModelFacts, has_weights: bool) 
         case 4:
             return [tensor("seed", [random.getrandbits(64)], "UINT64"), tensor("runtime_top_k", [5], "INT32")]
         case 5:
-            return [tensor("lora_task_id", [CACHED_TASK_ID], "UINT64")]
+            start = [tensor("lora_start", [0], "INT32")]
+            return [tensor("lora_task_id", [CACHED_TASK_ID], "UINT64"), *random.choice(([], start))]
         case 6 | 7 if has_weights:
             # The same adapter under the same id each time: another one would be refused.
             which = number % _NUM_NEW_TASK_IDS

@@ -12,6 +12,7 @@ from benchmarks import bench_adapters
 from benchmarks.adapter_bench import RANKS, Bench, random_wire
 from benchmarks.bench_adapters import (
     Setting,
+    activated_rows,
     num_parameters,
     pause_rows,
     throughput_run,
@@ -21,6 +22,8 @@ from benchmarks.bench_adapters import (
 from benchmarks.results import Row
 from checkpoints.tiny_llama import save_tiny_llama
 from marked_tables import read_table
+from multilora_engine.engine.engine import Engine
+from multilora_engine.request import GenerationRequest
 from plots import PERFORMANCE
 
 
@@ -110,3 +113,27 @@ def test_the_throughput_goes_into_its_table_on_the_page(tmp_path: Path, monkeypa
         "",
         "By a test.",
     ]
+
+
+@pytest.mark.long(reason="loads the default model twice")
+def test_activated_and_plain_adapters_are_asked_in_turn(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, default_model_dir: Path
+) -> None:
+    asked: list[int | None] = []
+    serve = bench.serve
+
+    def note(engine: Engine, requests: list[GenerationRequest], num_clients: int) -> list[list[float]]:
+        asked.extend(request.lora_task_id for request in requests)
+        return serve(engine, requests, num_clients)
+
+    monkeypatch.setattr(bench, "serve", note)
+    monkeypatch.setattr(bench_adapters, "_CONVERSATIONS", {40: 1.0})
+    monkeypatch.setattr(bench_adapters, "_NUM_JUDGES", 2)
+    rows = activated_rows(Setting(default_model_dir, bench, rounds=1, num_requests=1))
+    assert asked == [0, 2, 1, 3]
+    assert [row.what for row in rows] == [
+        *(f"activated, 40 tokens: first token, {kind}" for kind in ("activated", "plain", "PEFT")),
+        *(f"activated, 40 tokens: all eight, {kind}" for kind in ("activated", "plain", "PEFT")),
+        "activated, 40 tokens: first token, plain against activated",
+    ]
+    assert all(row.value > 0 for row in rows)
