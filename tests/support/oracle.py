@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 
-from multilora_client.convert import convert_peft
-from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.format import pack_peft
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_wire.layout import AdapterLayout
+from multilora_wire.peft_files import open_peft_directory
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -137,6 +137,6 @@ class Oracles:
 
 
 def packed(directory: Path, layout: AdapterLayout, base_model: Path | None = None) -> PackedAdapter:
-    """A PEFT directory the way a client sends it: converted, on the wire, packed. base_model: needed for DoRA."""
-    tensors = convert_peft(directory, "float32", base_model=base_model)
-    return pack_adapter(torch.from_numpy(tensors.weights), torch.from_numpy(tensors.config), layout)
+    """A PEFT directory the way a client sends it: its files as they are. base_model: needed for DoRA."""
+    with open_peft_directory(directory, layout.sites) as adapter:
+        return pack_peft(adapter, layout, base_model or Path("/nowhere"))

@@ -9,13 +9,14 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from safetensors.torch import save_file
+import numpy as np
+from safetensors.torch import save
 
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.lora.sources.directory import DirectorySource
 from multilora_engine.lora.sources.source import AdapterKey, LocalAdapter, NotThere
-from support.adapters import TINY, wire_adapter
+from support.adapters import TINY, WireAdapter, wire_adapter
 from support.fronts import TIMEOUT_S
 
 ROWS = [(1, 0, 4), (6, 2, 16)]
@@ -39,15 +40,30 @@ def digest_of(seed: int) -> str:
 def save_adapter(directory: Path, seed: int, **config: Any) -> Path:
     """Write a PEFT adapter for the layout TINY."""
     directory.mkdir(parents=True)
-    tensors = {}
-    for (module_id, layer), (a, b) in wire_adapter(TINY, ROWS, seed=seed).matrices.items():
+    for name, data in peft_files(wire_adapter(TINY, ROWS, seed=seed), **config).items():
+        (directory / name).write_bytes(data)
+    return directory
+
+
+def peft_files(wire: WireAdapter, **config: Any) -> dict[str, bytes]:
+    """PEFT's files of an adapter whose modules are q (1) and down (6), the latter of one rank, by their names."""
+    tensors, ranks = {}, {}
+    for (module_id, layer), (a, b) in wire.matrices.items():
         prefix = f"base_model.model.model.layers.{layer}.{_MODULES[module_id]}"
         tensors |= {f"{prefix}.lora_A.weight": a.contiguous(), f"{prefix}.lora_B.weight": b.contiguous()}
-    sound = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "rank_pattern": {"down_proj": 16}}
-    sound["alpha_pattern"] = {"down_proj": 16}
-    (directory / "adapter_config.json").write_text(json.dumps(sound | config))
-    save_file(tensors, directory / "adapter_model.safetensors")
-    return directory
+        ranks[_MODULES[module_id].partition(".")[2]] = len(a)
+    sound = {"peft_type": "LORA", "r": ranks["q_proj"], "lora_alpha": ranks["q_proj"]}
+    sound["rank_pattern"] = sound["alpha_pattern"] = {"down_proj": ranks["down_proj"]}
+    return {"adapter_config.json": json.dumps(sound | config).encode(), "adapter_model.safetensors": save(tensors)}
+
+
+def peft_inputs(wire: WireAdapter, **config: Any) -> dict[str, np.ndarray]:
+    """The inputs of a request that carry these files."""
+    text, weights = peft_files(wire, **config).values()
+    return {
+        "lora_peft_config": np.array([[text]], np.object_),
+        "lora_peft_weights": np.frombuffer(bytearray(weights), np.uint8)[None],
+    }
 
 
 class GivenSource:

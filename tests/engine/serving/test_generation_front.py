@@ -14,6 +14,7 @@ from support.fake_engine import HOLD, INFO, FakeEngine, text_of
 from support.fake_triton import FakeRequest, FakeResponse
 from support.fronts import TIMEOUT_S
 from support.served_engine import served
+from support.sources import peft_inputs
 
 from multilora_engine.lora import format as lora_format
 from multilora_engine.lora.format import pack_adapter
@@ -27,6 +28,8 @@ from multilora_engine.text.tokenizer import Tokenizer
 
 WIRE = wire_adapter(TINY, [(1, 0, 4), (6, 2, 7)])
 ADAPTER = {"lora_weights_fp32": WIRE.weights.numpy()[None], "lora_config": WIRE.config.numpy()[None]}
+FILES = peft_inputs(WIRE)
+in_both_forms = pytest.mark.parametrize("adapter", [ADAPTER, FILES], ids=["tensors", "files"])
 
 
 @pytest.fixture
@@ -227,10 +230,13 @@ def test_the_beams_of_a_search_come_in_one_response_best_first(link: EngineLink,
             assert answer.arrays[name].tolist() == response.arrays[name][row : row + 1].tolist()
 
 
-def test_an_adapter_comes_with_the_first_request_and_serves_the_next_by_its_id(front: GenerationFront) -> None:
+@in_both_forms
+def test_an_adapter_comes_with_the_first_request_and_serves_the_next_by_its_id(
+    front: GenerationFront, adapter: dict[str, Any]
+) -> None:
     tensors = {"input_ids": [[5]], "max_tokens": [[1]], "lora_task_id": [[0]]}
     (unknown,) = ask(front, tensors, id="ab12")
-    (first,) = ask(front, {**tensors, **ADAPTER})
+    (first,) = ask(front, {**tensors, **adapter})
     (second,) = ask(front, tensors)
     assert unknown.error is not None
     assert unknown.error.message == (
@@ -239,8 +245,11 @@ def test_an_adapter_comes_with_the_first_request_and_serves_the_next_by_its_id(f
     assert first.arrays["lora_digest"].item() == second.arrays["lora_digest"].item() != b""
 
 
-def test_an_upload_is_answered_by_id_and_digest_and_no_text(front: GenerationFront, engine: FakeEngine) -> None:
-    (response,) = ask(front, {"lora_task_id": [[2**64 - 1]], **ADAPTER})
+@in_both_forms
+def test_an_upload_is_answered_by_id_and_digest_and_no_text(
+    front: GenerationFront, engine: FakeEngine, adapter: dict[str, Any]
+) -> None:
+    (response,) = ask(front, {"lora_task_id": [[2**64 - 1]], **adapter})
     assert response.texts() == [""]
     assert response.arrays["finish_reason"].item() == b"stop"
     assert response.arrays["lora_task_id_out"].item() == 2**64 - 1
@@ -366,6 +375,10 @@ def test_an_adapter_too_large_is_refused_with_the_numbers(front: GenerationFront
     code, message = error_of(ask(front, {**large, "lora_task_id": [[7]]}))
     assert code == "INVALID_ARG"
     assert "lora_weights has 1600000 bytes and lora_max_adapter_bytes is 1000000" in message
+    large = FILES | {"lora_peft_weights": np.zeros((1, 1_000_001), np.uint8)}
+    code, message = error_of(ask(front, {**large, "lora_task_id": [[7]]}))
+    assert code == "INVALID_ARG"
+    assert "lora_peft_weights has 1000001 bytes and lora_max_adapter_bytes is 1000000" in message
 
 
 def test_a_door_serves_others_while_it_packs_an_adapter(front: GenerationFront, may_pack: threading.Event) -> None:
@@ -441,7 +454,8 @@ class UploadingClient:
         self._front = front
 
     def send(self, task_id: int, client: str, **more: Any) -> FakeRequest:
-        tensors = ADAPTER | {"lora_task_id": [[task_id]]} | more
+        """Upload an adapter in one form under even ids, in the other under odd ones."""
+        tensors = (FILES if task_id % 2 else ADAPTER) | {"lora_task_id": [[task_id]]} | more
         request = FakeRequest(tensors, headers={"X-Multilora-Client": client})
         self._front.accept(request)
         return request

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from safetensors.torch import load, save
 from support.adapters import TINY, wire_adapter
 from support.fake_engine import INFO
 from support.fake_triton import FakeRequest
-from support.sources import ROWS, digest_of, save_adapter
+from support.sources import ROWS, digest_of, peft_inputs
 
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.serving.inputs import InputTensors
@@ -28,13 +27,9 @@ A_KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> dict[str, Any]:
+def files() -> dict[str, Any]:
     """The two inputs of an adapter of PEFT."""
-    folder = save_adapter(tmp_path / "x", seed=7)
-    return {
-        "lora_peft_config": np.array([[(folder / "adapter_config.json").read_bytes()]], object),
-        "lora_peft_weights": np.fromfile(folder / "adapter_model.safetensors", np.uint8)[None],
-    }
+    return peft_inputs(wire_adapter(TINY, ROWS, seed=7))
 
 
 def pack(tensors: dict[str, Any], info: Any = INFO) -> str:

@@ -23,6 +23,7 @@ from support.fake_engine import HOLD, INFO, FakeEngine
 from support.fake_triton import FakeRequest, FakeResponse
 from support.front_transport import handler
 from support.served_engine import served
+from support.sources import peft_inputs
 
 from multilora_client import AsyncClient, AsyncMockTransport
 from multilora_client.keys import KeyRing
@@ -169,10 +170,12 @@ class Tenants(RuleBasedStateMachine):
             return None
         return tenant, number(task)
 
-    @rule(who=WHO, task=TASKS, content=st.integers(0, 1))
-    def upload(self, who: str, task: Task, content: int) -> None:
+    @rule(who=WHO, task=TASKS, content=st.integers(0, 1), as_files=st.booleans())
+    def upload(self, who: str, task: Task, content: int, as_files: bool) -> None:
         wire = CONTENTS[content]
         tensors = {"lora_weights_fp32": wire.weights.numpy()[None], "lora_config": wire.config.numpy()[None]}
+        if as_files:
+            tensors = peft_inputs(wire)
         request = self.ask(who, tensors_of(task) | tensors)
         (response,) = request.sender.responses
         if not KEYS[who]:
