@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from multilora_client.errors import AdapterError
 from multilora_wire.bfloat16 import bfloat16_to_float32
 from multilora_wire.checkpoint_directory import only_gguf
+from multilora_wire.peft_files import EMBEDDINGS
 from multilora_wire.quantized.quantization import Quantization, read_quantization
 from multilora_wire.quantized.scheme import (
     Array,
@@ -58,12 +60,15 @@ class BaseWeights:
             raise AdapterError(str(error)) from error
 
     def tiles(self, name: str, shape: tuple[int, int]) -> Iterator[npt.NDArray[np.float32]]:
-        """The weight `[out, in]` of the linear `name`, some rows after others. shape: the adapter's.
+        """The weight `[out, in]` of the linear `name`, or `[vocabulary, hidden size]` of embeddings, by some rows.
+
+        shape: the adapter's.
 
         Raises AdapterError when it is not there, or of another shape.
         """
         try:
-            scheme = self._quantization.scheme(name, "Linear", lambda suffix: self._has(f"{name}.{suffix}"))
+            kind: Literal["Linear", "Embedding"] = "Embedding" if name == EMBEDDINGS else "Linear"
+            scheme = self._quantization.scheme(name, kind, lambda suffix: self._has(f"{name}.{suffix}"))
             yield from self._float_tiles(name, shape) if scheme is None else self._coded_tiles(name, shape, scheme)
         except QuantizationError as error:
             raise AdapterError(f"{self._directory}: {name}: {error}") from error

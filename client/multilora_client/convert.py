@@ -123,6 +123,12 @@ def _convert(
             f"{PEFT_CONFIG_FILE}: alora_invocation_tokens is {quoted(tokens)}, which the two tensors cannot tell; send "
             "the PEFT files as they are"
         )
+    if adapter.outer or adapter.rows:
+        names = dict.fromkeys([linear.name for linear in adapter.outer] + [rows.base_name for rows in adapter.rows])
+        raise AdapterError(
+            f"the adapter changes {' and '.join(names)}, for which the wire's tensors have no place; send the files as "
+            "they are (multilora upload DIR)"
+        )
     linears, reader = adapter.linears, LinearReader(adapter, base, dtype)
     weights = np.zeros((len(linears), max(linear.num_values for linear in linears)), NUMPY_DTYPES[dtype])
     for index, linear in enumerate(linears):

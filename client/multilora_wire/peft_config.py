@@ -52,7 +52,8 @@ _HARMLESS_FIELDS = frozenset(
         "exclude_modules",
         "layers_to_transform",
         "layers_pattern",
-        "ensure_weight_tying",
+        # The order of random numbers before training.
+        "init_weights",
         # PEFT itself resets this one for linear layers.
         "fan_in_fan_out",
         # These count only beside another field, which is read or refused.
@@ -83,13 +84,15 @@ _READ_FIELDS = frozenset(
         "init_lora_weights",
         "bias",
         "base_model_name_or_path",
+        "ensure_weight_tying",
+        "modules_to_save",
+        "trainable_token_indices",
+        "token_indices",
     }
 )
 
 _REFUSED_FIELDS: Mapping[str, str] = {
-    "modules_to_save": "whole saved modules are not supported",
     "lora_bias": BIASES_ADVICE,
-    "trainable_token_indices": "trained embedding rows are not supported",
     "target_parameters": "LoRA on bare parameters is not supported",
     "layer_replication": "replicated layers are not supported",
     "invocation_string": "this is activated LoRA in the form of IBM's package alora, which is not supported; train it "
@@ -100,8 +103,11 @@ _REFUSED_FIELDS: Mapping[str, str] = {
     "megatron_config": "LoRA on Megatron's parallel layers is not supported",
 }
 
-_REFUSED_LISTS = frozenset({"modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication"})
+_REFUSED_LISTS = frozenset({"target_parameters", "layer_replication"})
 """Those fields of `_REFUSED_FIELDS` that do nothing where they are empty."""
+
+_TOKENS = "TRAINABLE_TOKENS"
+"""PEFT's tuner that trains rows of tokens alone."""
 
 _MLX_FIELDS = ("fine_tune_type", "lora_parameters")
 
@@ -172,6 +178,45 @@ class PeftConfig:
     def invocation_tokens(self) -> tuple[int, ...]:
         """The tokens from which on an activated adapter (aLoRA) counts; none for an adapter that counts everywhere."""
         return tuple(self.fields.get("alora_invocation_tokens") or ())
+
+    @property
+    def trains_tokens_alone(self) -> bool:
+        """Whether the adapter is of the tuner TRAINABLE_TOKENS, which has no LoRA."""
+        return self.fields.get("peft_type") == _TOKENS
+
+    @property
+    def saved_modules(self) -> tuple[str, ...]:
+        """The names in `modules_to_save`. Raises PeftError."""
+        names = self.fields.get("modules_to_save") or []
+        if not _is_list_of_names(names):
+            raise PeftError(f"{PEFT_CONFIG_FILE}: modules_to_save is {quoted(names)}, a list of names is expected")
+        return tuple(names)
+
+    def token_lists(self, modules: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+        """The tokens whose rows were trained, by module, in the order of their rows.
+
+        modules: the names in PEFT's model of the embeddings, which a plain list is about, and of the head, by other
+        names, which the answer has. Raises PeftError.
+        """
+        if self.trains_tokens_alone:
+            tokens = _token_list("token_indices", self.fields.get("token_indices"))
+            names = self.fields.get("target_modules") or next(iter(modules.values()))
+            named = [names] if isinstance(names, str) else _listed(names)
+            return {module: tokens for module, name in modules.items() if any(_ends(name, end) for end in named)}
+        value = self.fields.get("trainable_token_indices")
+        if not isinstance(value, dict):
+            tokens = _token_list("trainable_token_indices", value)
+            return {} if value is None else {next(iter(modules)): tokens}
+        lists = {}
+        for end, tokens in value.items():
+            named = [module for module, name in modules.items() if _ends(name, end)]
+            if len(named) != 1 or named[0] in lists:
+                raise PeftError(
+                    f"{PEFT_CONFIG_FILE}: trainable_token_indices names {quoted(end)}; only rows of embed_tokens and "
+                    "lm_head are served, each once"
+                )
+            lists[named[0]] = _token_list("trainable_token_indices", tokens)
+        return lists
 
     def is_on(self, field: str) -> bool:
         """Whether PEFT computes, or trained, with the variant of this field."""
@@ -285,8 +330,13 @@ def quoted(value: object) -> str:
 
 
 def _check_fields(fields: Mapping[str, Any]) -> None:
-    if fields.get("peft_type", "LORA") != "LORA":
-        raise PeftError(f"{PEFT_CONFIG_FILE}: peft_type is {quoted(fields['peft_type'])}; only LORA is supported")
+    if (kind := fields.get("peft_type", "LORA")) not in ("LORA", _TOKENS):
+        raise PeftError(f"{PEFT_CONFIG_FILE}: peft_type is {quoted(kind)}; only LORA and {_TOKENS} are supported")
+    if kind == "LORA" and fields.get("token_indices"):
+        raise PeftError(
+            f"{PEFT_CONFIG_FILE}: token_indices is {quoted(fields['token_indices'])}, which LORA does not have; it has "
+            "trainable_token_indices"
+        )
     for field, value in fields.items():
         if field in _REFUSED_FIELDS and not _is_off(field, value):
             raise PeftError(f"{PEFT_CONFIG_FILE}: {field} is {quoted(value)}; {_REFUSED_FIELDS[field]}")
@@ -354,6 +404,19 @@ def _check_invocation(fields: Mapping[str, Any]) -> None:
 def _is_off(field: str, value: object) -> bool:
     """Whether PEFT computes as without the field. An empty object is a variant with its default settings."""
     return value is None or value is False or (field in _REFUSED_LISTS and not value)
+
+
+def _token_list(field: str, value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise PeftError(f"{PEFT_CONFIG_FILE}: {field} is {quoted(value)}, a list of token ids is expected")
+    return tuple(value)
+
+
+def _ends(module: str, name: object) -> bool:
+    """PEFT's rule: a name is a module's whole name, or its end."""
+    return isinstance(name, str) and bool(name) and module.endswith(name)
 
 
 def _is_list_of_names(value: Any) -> bool:

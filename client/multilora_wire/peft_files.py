@@ -14,7 +14,7 @@ configuration are `peft_config`'s.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -38,8 +38,18 @@ from multilora_wire.peft_config import (
     PeftError,
     check_config_bytes,
     parse_peft_config,
+    quoted,
 )
-from multilora_wire.sites import ModelSites
+from multilora_wire.sites import (
+    EMBEDDING_LORA,
+    EMBEDDING_ROWS,
+    HEAD_LORA,
+    HEAD_ROWS,
+    OUTER_LAYER,
+    TIED_ROWS,
+    ModelSites,
+    OuterSites,
+)
 from multilora_wire.tensor_file import (
     MAX_HEADER_BYTES,
     ByteSource,
@@ -51,7 +61,7 @@ from multilora_wire.tensor_file import (
 
 AdapterDtype = Literal["FP16", "BF16", "FP32"]
 Array = npt.NDArray[Any]
-Part = Literal["a", "b", "magnitude"]
+Part = Literal["a", "b", "magnitude", "rows", "saved"]
 
 NUMPY_DTYPES: Mapping[AdapterDtype, type[np.generic]] = {"FP16": np.float16, "BF16": np.uint16, "FP32": np.float32}
 """The types in which values of adapters are held; NumPy has no bfloat16, and holds its bits."""
@@ -74,7 +84,20 @@ _PARTS: Mapping[str, Part] = {
     "lora_magnitude_vector": "magnitude",
     "lora_magnitude_vector.weight": "magnitude",
 }
-"""The endings of the tensors that are read, after the name of their module."""
+"""The endings of the tensors that are read, after the name of their linear."""
+
+_OUTER_PARTS: Mapping[str, Part] = {
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",
+    "token_adapter.trainable_tokens_delta": "rows",
+    "trainable_tokens_delta": "rows",
+    "weight": "saved",
+    "base_layer.weight": "saved",
+    "token_adapter.base_layer.weight": "saved",
+}
+_HEAD_PARTS: Mapping[str, Part] = {"lora_A.weight": "a", "lora_B.weight": "b", **_OUTER_PARTS}
+_EMBEDDING_PARTS: Mapping[str, Part] = {"lora_embedding_A": "a", "lora_embedding_B": "b", **_OUTER_PARTS}
+"""The same after the names of the head and of the embeddings."""
 
 _SIDES: Mapping[Part, str] = {"a": "lora_A", "b": "lora_B"}
 
@@ -92,13 +115,15 @@ pictures."""
 
 _LAYER = re.compile(r"layers\.([0-9]{1,6})\.([\w.]+)", re.ASCII)
 
-_WHOLE_MATRIX = (
-    "is a whole matrix, and only LoRA matrices are served. PEFT saves the embeddings and the head beside them once the "
-    "vocabulary was resized or embeddings were targeted. If they are the base model's own, save the adapter again with "
-    "save_pretrained(..., save_embedding_layers=False)"
-)
-_ON_HEAD = "LoRA on the output head is not supported"
-_ON_EMBEDDINGS = "LoRA on embeddings is not supported"
+EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
+"""Names of the modules before and after the layers, in a text model."""
+
+_OUTER_MODULES: Mapping[str, re.Pattern[str]] = {
+    EMBEDDINGS: re.compile(r"(?:model|(?:model\.)?(?:language_model|text_model)(?:\.model)?)\.embed_tokens"),
+    HEAD: re.compile(r"(?:(?:model\.)?(?:language_model|text_model)\.)?lm_head"),
+}
+"""Their names in PEFT's model."""
+
 _MLX_MATRIX = "is MLX's form of a matrix, which is transposed"
 _OTHER_PART = (
     "it belongs to the part of the model that reads pictures or sound, and only the text part is served; train with "
@@ -108,15 +133,10 @@ _OTHER_PART = (
 _REFUSED_KEYS: Mapping[re.Pattern[str], str] = {
     re.compile(pattern): reason
     for pattern, reason in {
-        r"\.lora_embedding_": _ON_EMBEDDINGS,
-        r"token_adapter|trainable_tokens_": "trained rows of the embeddings are not supported",
-        r"modules_to_save": "whole saved modules (modules_to_save) are not supported",
+        r"modules_to_save": "of whole saved modules (modules_to_save) only embed_tokens and lm_head are served",
         r"\.bias$": BIASES_ADVICE,
         r"\.lora_[ab]$": _MLX_MATRIX,
         r"vision|visual|image|multi_?modal|connector|projector|audio": _OTHER_PART,
-        r"(^|\.)(embed_tokens|lm_head)(\.base_layer)?\.weight$": _WHOLE_MATRIX,
-        r"(^|\.)lm_head\.": _ON_HEAD,
-        r"(^|\.)embed_tokens\.": _ON_EMBEDDINGS,
         r"norm\.weight$": "whole saved norms are not supported",
     }.items()
 }
@@ -124,10 +144,10 @@ _REFUSED_KEYS: Mapping[re.Pattern[str], str] = {
 
 
 class BaseTiles(Protocol):
-    """The weights of a base model's linears, which DoRA's magnitudes refer to."""
+    """The weights of a base model, which DoRA's magnitudes and saved copies refer to."""
 
     def tiles(self, name: str, shape: tuple[int, int]) -> Iterator[npt.NDArray[np.float32]]:
-        """The weight `[out, in]` of the linear `name`, some rows after others."""
+        """The weight `[out, in]` of the linear `name`, or `[vocabulary, hidden size]` of embeddings, by some rows."""
         ...
 
 
@@ -151,6 +171,9 @@ class PeftLinear:
     module_id, layer: its place in the wire format. a: `[rank, in]`. b: `[out, rank]`.
     scaling: alpha / rank, or alpha / sqrt(rank).
     magnitude: `[out]`, of a DoRA linear (arXiv:2402.09353): how long the rows of its adapted weight are made.
+    base_name: of the module that has the base's weight, where it is another one.
+
+    Of the embeddings x is a token: a row of ones and zeros, and a `[rank, vocabulary]`.
     """
 
     name: str
@@ -160,6 +183,7 @@ class PeftLinear:
     b: StoredMatrix
     scaling: float
     magnitude: TensorPlace | None = None
+    base_name: str = ""
 
     @property
     def rank(self) -> int:
@@ -180,17 +204,44 @@ class PeftLinear:
         return self.b.shape[0]
 
 
+@dataclass(frozen=True)
+class PeftRows:
+    """Rows of tokens in the place of those of the embeddings, the head or both.
+
+    module_id: `EMBEDDING_ROWS`, `HEAD_ROWS` or `TIED_ROWS`. base_name: of the module that has the base's weight.
+    trained: `[n, hidden size]`, the rows of `token_ids` in their order; None for a saved copy alone.
+    saved: `[vocabulary, hidden size]`, a copy; its rows count where they differ from the base's.
+    """
+
+    module_id: int
+    base_name: str
+    token_ids: tuple[int, ...] = ()
+    trained: TensorPlace | None = None
+    saved: TensorPlace | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class FoundRows:
+    """The rows that count. token_ids: `[n]` int64, ascending. places: for each token a tensor, and the row of it."""
+
+    token_ids: npt.NDArray[np.int64]
+    places: tuple[tuple[TensorPlace, int], ...]
+
+
 @dataclass(frozen=True, eq=False)
 class PeftAdapter:
     """An adapter of PEFT's files, without its values. linears: by layer and module id.
 
     dtype: that of the file, FP32 when the file mixes several. base_model: the name that the adapter gives its model.
+    outer: LoRA on the embeddings and the head. rows: rows of tokens.
     """
 
     config: PeftConfig
     source: ByteSource
     linears: tuple[PeftLinear, ...]
     dtype: AdapterDtype
+    outer: tuple[PeftLinear, ...] = ()
+    rows: tuple[PeftRows, ...] = ()
 
     @property
     def base_model(self) -> str:
@@ -236,15 +287,18 @@ def read_peft(
     """
     settings = parse_peft_config(config, sites, trusts_patterns)
     places = _read_places(source, sites)
-    found = _find_parts(places.values(), settings)
+    found, found_outside = _find_parts(places.values(), settings)
     linears = [_linear(path, parts, settings, sites, model) for path, parts in found.items()]
     linears.sort(key=lambda linear: (linear.layer, linear.module_id))
+    outside = _Outside(found_outside, settings, source, sites)
+    outer, rows = outside.linears(), outside.rows()
     if sites is not None:
-        AdapterOrigin(tuple(map(_adapted, linears)), settings.base_model).check(sites, model)
-    for linear in linears:
+        AdapterOrigin(tuple(map(_adapted, (*linears, *outer))), settings.base_model).check(sites, model)
+    for linear in (*linears, *outer):
         _check_sizes(linear, settings)
     dtypes = {_FILE_DTYPES[place.dtype] for place in places.values()}
-    return PeftAdapter(settings, source, tuple(linears), dtypes.pop() if len(dtypes) == 1 else "FP32")
+    dtype = dtypes.pop() if len(dtypes) == 1 else "FP32"
+    return PeftAdapter(settings, source, tuple(linears), dtype, outer, rows)
 
 
 @contextmanager
@@ -278,9 +332,15 @@ class LinearReader:
 
         bounds: rows of B at which its parts begin, and their end; no piece goes beyond one. Raises PeftError for values
         that are not finite or do not fit the dtype, and the errors of the base's weights.
+
+        The A of the embeddings comes as `[vocabulary, rank]`, in whole units as B does.
         """
-        for first, stop in _row_pieces((0, linear.rank), linear.in_size, unit=1):
-            yield Values(0, first, self._cast(self._rows(linear.a, first, stop), linear.name))
+        if linear.module_id == EMBEDDING_LORA:
+            for first, stop in _row_pieces((0, linear.in_size), linear.rank, unit=_PANEL):
+                yield Values(0, first, self._cast(self._columns(linear.a, first, stop), linear.name))
+        else:
+            for first, stop in _row_pieces((0, linear.rank), linear.in_size, unit=1):
+                yield Values(0, first, self._cast(self._rows(linear.a, first, stop), linear.name))
         is_swapped = linear.module_id == MLP_GATE_UP
         half = linear.out_size // 2 if is_swapped else 0
         ends = sorted({0, half, linear.out_size, *bounds})
@@ -290,6 +350,36 @@ class LinearReader:
         if linear.magnitude is not None:
             magnitude = self._normalised(linear, linear.magnitude)
             yield Values(2, 0, self._cast(np.roll(magnitude, half), linear.name))
+
+    def find_rows(self, rows: PeftRows) -> FoundRows:
+        """Compare a saved copy with the base, rounded as the copy is. Trained rows count as they are."""
+        places: dict[int, tuple[TensorPlace, int]] = {}
+        if (saved := rows.saved) is not None:
+            if self._base is None:
+                raise PeftError(f"{_shown(saved)} is a copy, which takes the base model's weights to compare")
+            vocab_size, hidden_size = saved.shape
+            first = 0
+            for weight in self._base.tiles(rows.base_name, (vocab_size, hidden_size)):
+                stop = first + len(weight)
+                copied = self._values(saved, first * hidden_size, stop * hidden_size).reshape(-1, hidden_size)
+                changed = (copied != _rounded(weight, saved.dtype)).any(axis=1).nonzero()[0]
+                places |= {first + int(row): (saved, first + int(row)) for row in changed}
+                first = stop
+        if (trained := rows.trained) is not None:
+            places |= {token: (trained, row) for row, token in enumerate(rows.token_ids)}
+        ids = sorted(places)
+        return FoundRows(np.array(ids, np.int64), tuple(places[token] for token in ids))
+
+    def read_rows(self, found: FoundRows, name: str) -> Iterator[Values]:
+        """The rows `[n, hidden size]`, some after others, as pieces of a B. name: for messages."""
+        hidden_size = found.places[0][0].shape[1]
+        for first, stop in _row_pieces((0, len(found.places)), hidden_size, unit=1):
+            rows = np.empty((stop - first, hidden_size), np.float32)
+            for start, end in _runs(found.places[first:stop]):
+                place, row = found.places[first + start]
+                values = self._values(place, row * hidden_size, (row + end - start) * hidden_size)
+                rows[start:end] = values.reshape(-1, hidden_size)
+            yield Values(1, first, self._cast(rows, name))
 
     def _scaled(self, linear: PeftLinear, first: int, stop: int) -> npt.NDArray[np.float32]:
         with np.errstate(over="ignore"):
@@ -302,16 +392,37 @@ class LinearReader:
                 f"{linear.name} is a DoRA module, which takes the base model's weights to convert: name its checkpoint "
                 "(multilora convert --base-model DIR)"
             )
-        lengths = np.empty(linear.out_size, np.float32)
-        a, first = self._rows(linear.a, 0, linear.rank), 0
-        for weight in self._base.tiles(linear.name, (linear.out_size, linear.in_size)):
-            stop = first + len(weight)
-            lengths[first:stop] = np.linalg.norm(weight + self._scaled(linear, first, stop) @ a, axis=1)
-            first = stop
+        find_lengths = self._lengths_of_columns if linear.module_id == EMBEDDING_LORA else self._lengths_of_rows
+        lengths = find_lengths(linear, self._base)
         if not lengths.all():
             raise PeftError(f"{linear.name} has a row of zeros, which no magnitude can stretch")
         values: npt.NDArray[np.float32] = self._values(magnitude, 0, magnitude.shape[0]) / lengths
         return values
+
+    def _lengths_of_rows(self, linear: PeftLinear, base: BaseTiles) -> npt.NDArray[np.float32]:
+        lengths = np.empty(linear.out_size, np.float32)
+        a, first = self._rows(linear.a, 0, linear.rank), 0
+        for weight in base.tiles(linear.base_name or linear.name, (linear.out_size, linear.in_size)):
+            stop = first + len(weight)
+            lengths[first:stop] = np.linalg.norm(weight + self._scaled(linear, first, stop) @ a, axis=1)
+            first = stop
+        return lengths
+
+    def _lengths_of_columns(self, linear: PeftLinear, base: BaseTiles) -> npt.NDArray[np.float32]:
+        """Of embeddings, whose weight is transposed: a row is one value of each token."""
+        squares = np.zeros(linear.out_size, np.float64)
+        b, first = self._scaled(linear, 0, linear.out_size), 0
+        for weight in base.tiles(linear.name, (linear.in_size, linear.out_size)):
+            stop = first + len(weight)
+            squares += np.square(weight + self._columns(linear.a, first, stop) @ b.T).sum(axis=0, dtype=np.float64)
+            first = stop
+        return np.sqrt(squares).astype(np.float32)
+
+    def _columns(self, matrix: StoredMatrix, first: int, stop: int) -> npt.NDArray[np.float32]:
+        """Columns of a matrix, each as a row, float32."""
+        height, width = matrix.shape
+        rows = (self._values(matrix.place, row * width + first, row * width + stop) for row in range(height))
+        return np.stack(list(rows), axis=1)
 
     def _rows(self, matrix: StoredMatrix, first: int, stop: int) -> npt.NDArray[np.float32]:
         """Rows of a matrix as it is used, float32."""
@@ -394,7 +505,8 @@ def _read_places(source: ByteSource, sites: ModelSites | None) -> dict[str, Tens
     """The tensors of the file. Raises PeftError, also for more tensors than an adapter of the model has."""
     max_tensors, max_header_bytes = None, MAX_HEADER_BYTES
     if sites is not None:
-        max_tensors = _TENSORS_PER_COLUMN * sites.num_columns
+        # Beside A, B and the magnitude, embeddings and head may have a copy and trained rows.
+        max_tensors = _TENSORS_PER_COLUMN * sites.num_columns + len(sites.outer_modules)
         max_header_bytes = _HEADER_BYTES_PER_TENSOR * max_tensors + MAX_CONFIG_BYTES
     try:
         places = read_tensor_places(source, max_header_bytes)
@@ -432,20 +544,42 @@ class _FoundPart:
     peft_name: str
 
 
-def _find_parts(places: Collection[TensorPlace], config: PeftConfig) -> dict[_Module, dict[Part, _FoundPart]]:
-    """The tensors of each module. Every tensor has a part or is an error."""
-    found: dict[_Module, dict[Part, _FoundPart]] = {}
+_Parts = dict[Part, _FoundPart]
+
+
+def _find_parts(places: Collection[TensorPlace], config: PeftConfig) -> tuple[dict[_Module, _Parts], dict[str, _Parts]]:
+    """The tensors of each linear of a layer, and of `EMBEDDINGS` and `HEAD`. Every tensor has a part or is an error."""
+    found: dict[_Module, _Parts] = {}
+    outside: dict[str, _Parts] = {}
     for place in places:
         if any(config.is_on(field) and pattern.search(place.key) for field, pattern in _TRAINING_KEYS.items()):
             continue
-        module, peft_name, part = _split_key(place)
-        parts = found.setdefault(module, {})
+        if (split := _split_outer_key(place)) is not None:
+            name, peft_name, part = split
+            parts = outside.setdefault(name, {})
+        else:
+            module, peft_name, part = _split_key(place)
+            parts = found.setdefault(module, {})
         if part in parts:
             raise PeftError(f"{_shown(place)} and {_shown(parts[part].place)} are the same matrix")
         parts[part] = _FoundPart(place, peft_name)
-    if not found:
+    if not found and not outside:
         raise PeftError(f"{PEFT_WEIGHTS_FILE} holds no matrices")
-    return found
+    if found and config.trains_tokens_alone:
+        first = next(iter(next(iter(found.values())).values()))
+        raise PeftError(f"{_shown(first.place)}: {PEFT_CONFIG_FILE} says peft_type TRAINABLE_TOKENS, which has no LoRA")
+    return found, outside
+
+
+def _split_outer_key(place: TensorPlace) -> tuple[str, str, Part] | None:
+    """The part of the embeddings or the head that a tensor is, as `_split_key`; None where it is none."""
+    key = place.key.removeprefix("base_model.model.")
+    for module, endings in ((EMBEDDINGS, _EMBEDDING_PARTS), (HEAD, _HEAD_PARTS)):
+        for ending, part in endings.items():
+            name = key.removesuffix(f".{ending}")
+            if name != key and _OUTER_MODULES[module].fullmatch(name):
+                return module, name, part
+    return None
 
 
 def _split_key(place: TensorPlace) -> tuple[_Module, str, Part]:
@@ -477,11 +611,7 @@ def _linear(
     config.check_target(first.peft_name, module.layer)
     a_blocks, b_blocks = config.num_blocks(first.peft_name)
     a, b = _matrix(parts["a"].place, a_blocks), _matrix(parts["b"].place, b_blocks)
-    if a.shape[0] != b.shape[1]:
-        raise PeftError(f"{_shown(a.place)} {list(a.shape)} and {_shown(b.place)} {list(b.shape)} have different ranks")
-    if a.shape[0] != (rank := config.rank(first.peft_name)):
-        raise PeftError(f"{_shown(a.place)} has rank {a.shape[0]}, but {PEFT_CONFIG_FILE} says {rank:g}")
-    scaling = config.scaling(first.peft_name, a.shape[0])
+    scaling = config.scaling(first.peft_name, _check_ranks(a, b, config, first.peft_name))
     magnitude = parts["magnitude"].place if "magnitude" in parts else None
     return PeftLinear(f"model.{module.name}", module_id, module.layer, a, b, scaling, magnitude)
 
@@ -530,3 +660,213 @@ def _adapted(linear: PeftLinear) -> AdaptedLinear:
 
 def _shown(place: TensorPlace) -> str:
     return place.key[:MAX_QUOTED_CHARS]
+
+
+class _Outside:
+    """Tensors of the embeddings and the head, and what they mean in PEFT's model.
+
+    A tensor that PEFT loads into the weight itself changes both modules of a tied model. `modules_to_save`, LoRA and
+    rows for one of both belong to that one alone; trained rows of the embeddings are the head's, too, unless the head
+    has a list of its own.
+    """
+
+    def __init__(
+        self, found: Mapping[str, _Parts], config: PeftConfig, source: ByteSource, sites: ModelSites | None
+    ) -> None:
+        self._found, self._config, self._source = found, config, source
+        self._outer = None if sites is None else sites.outer
+        self._saved_modules = _own_modules(found, config)
+        if found and self._outer is None:
+            place = next(iter(next(iter(found.values())).values())).place
+            raise PeftError(
+                f"{_shown(place)} belongs to the embeddings or the head, which no tensors of the wire can change; send "
+                "the files as they are to the server of their model (multilora upload DIR)"
+            )
+
+    @property
+    def _sites(self) -> OuterSites:
+        assert self._outer is not None, "checked"
+        return self._outer
+
+    def linears(self) -> tuple[PeftLinear, ...]:
+        """LoRA on them."""
+        with_lora = {name: parts for name, parts in self._found.items() if {"a", "b", "magnitude"} & parts.keys()}
+        for name, parts in with_lora.items():
+            first = next(iter(parts.values()))
+            for part, side in _SIDES.items():
+                if part not in parts:
+                    raise PeftError(f"{_shown(first.place)} has no {side} beside it")
+            for other in self._found if self._sites.is_tied else (name,):
+                if (rows := self._found[other].get("rows")) is not None:
+                    raise PeftError(
+                        f"{_shown(rows.place)} are trained rows of a module that also has LoRA, {_shown(first.place)}: "
+                        "PEFT computes no such module"
+                    )
+            if name in self._saved_modules:
+                raise PeftError(f"{_shown(first.place)} is LoRA on {name}, which modules_to_save replaces")
+        linears = tuple(self._linear(name, parts) for name, parts in with_lora.items())
+        if linears:
+            self._check_tying(next(iter(with_lora.values()))["a"].place)
+        return linears
+
+    def rows(self) -> tuple[PeftRows, ...]:
+        """Trained rows and copies."""
+        trained, saved = self._trained(), self._saved()
+        modules = sorted({*saved, *trained})
+        if TIED_ROWS in modules and len(modules) > 1:
+            raise PeftError(
+                f"{PEFT_WEIGHTS_FILE} changes both modules of a tied model at once and one of them alone, which is not "
+                "served"
+            )
+        found = []
+        for module_id in modules:
+            token_ids, place = trained.get(module_id, ((), None))
+            base_name = HEAD if module_id == HEAD_ROWS and not self._sites.is_tied else EMBEDDINGS
+            found.append(PeftRows(module_id, base_name, token_ids, place, saved.get(module_id)))
+        return tuple(found)
+
+    def _linear(self, name: str, parts: _Parts) -> PeftLinear:
+        a, b = parts["a"], parts["b"]
+        self._config.check_target(a.peft_name, OUTER_LAYER)
+        a_blocks, b_blocks = (1, 1) if name == EMBEDDINGS else self._config.num_blocks(a.peft_name)
+        matrices = _matrix(a.place, a_blocks), _matrix(b.place, b_blocks)
+        rank = _check_ranks(*matrices, self._config, a.peft_name)
+        base_name = EMBEDDINGS if self._sites.is_tied else ""
+        module_id = EMBEDDING_LORA if name == EMBEDDINGS else HEAD_LORA
+        magnitude = parts["magnitude"].place if "magnitude" in parts else None
+        scaling = self._config.scaling(a.peft_name, rank)
+        return PeftLinear(name, module_id, OUTER_LAYER, *matrices, scaling, magnitude, base_name)
+
+    def _check_tying(self, place: TensorPlace) -> None:
+        if self._sites.is_tied and self._config.is_on("ensure_weight_tying"):
+            raise PeftError(
+                f"{PEFT_CONFIG_FILE}: ensure_weight_tying is true, and {_shown(place)} belongs to a tied module of "
+                "this model; only trained rows of tokens are served so"
+            )
+
+    def _trained(self) -> dict[int, tuple[tuple[int, ...], TensorPlace]]:
+        """Token ids and rows by module id."""
+        lists = self._config.token_lists({name: self._peft_name(name) for name in (EMBEDDINGS, HEAD)})
+        rows = {name: parts["rows"].place for name, parts in self._found.items() if "rows" in parts}
+        is_tied = self._outer is not None and self._outer.is_tied
+        if is_tied and EMBEDDINGS in rows and lists.get(HEAD, lists.get(EMBEDDINGS)) == lists.get(EMBEDDINGS):
+            # PEFT has one adapter for both, which some of its tuners save twice.
+            lists.pop(HEAD, None)
+            if (copy := rows.pop(HEAD, None)) is not None:
+                self._check_same(rows[EMBEDDINGS], copy)
+            module_ids = {EMBEDDINGS: TIED_ROWS}
+        else:
+            module_ids = {EMBEDDINGS: EMBEDDING_ROWS, HEAD: HEAD_ROWS}
+        for name, place in rows.items():
+            if name not in lists:
+                raise PeftError(f"{_shown(place)} holds rows of tokens, and {PEFT_CONFIG_FILE} names none of {name}")
+        found: dict[int, tuple[tuple[int, ...], TensorPlace]] = {}
+        for name, token_ids in lists.items():
+            if token_ids and name not in rows:
+                raise PeftError(f"{PEFT_CONFIG_FILE} names tokens of {name}, and {PEFT_WEIGHTS_FILE} has no rows of it")
+            if token_ids:
+                self._check_tokens(token_ids, rows[name])
+                found[module_ids[name]] = (token_ids, rows[name])
+        return found
+
+    def _saved(self) -> dict[int, TensorPlace]:
+        """Copies by module id."""
+        places = {name: parts["saved"].place for name, parts in self._found.items() if "saved" in parts}
+        for place in places.values():
+            expected = (self._sites.vocab_size, self._sites.embeddings.out_size)
+            if place.shape != expected:
+                raise PeftError(
+                    f"{_shown(place)} has shape {list(place.shape)}, and this model's vocabulary and hidden size are "
+                    f"{list(expected)}; vocabularies of adapters are not served"
+                )
+            self._check_tying(place)
+        found: dict[int, TensorPlace] = {}
+        for name, place in places.items():
+            module_id = EMBEDDING_ROWS if name == EMBEDDINGS else HEAD_ROWS
+            if self._sites.is_tied and name not in self._saved_modules:
+                module_id = TIED_ROWS
+                self._check_same(found.get(module_id, place), place)
+            found[module_id] = place
+        return found
+
+    def _peft_name(self, name: str) -> str:
+        parts = self._found.get(name)
+        return next(iter(parts.values())).peft_name if parts else name
+
+    def _check_same(self, first: TensorPlace, second: TensorPlace) -> None:
+        """Check that two tensors of tied modules have the same values, bit for bit."""
+        if first.dtype != second.dtype or first.shape != second.shape or not _are_equal(first, second, self._source):
+            raise PeftError(f"{_shown(first)} and {_shown(second)} differ, and this model has one matrix for both")
+
+    def _check_tokens(self, token_ids: tuple[int, ...], place: TensorPlace) -> None:
+        sites, where = self._sites, f"{PEFT_CONFIG_FILE}: tokens of {_shown(place)}"
+        for token in token_ids:
+            if not 0 <= token < sites.vocab_size:
+                raise PeftError(f"{where}: {token} is not in the vocabulary of {sites.vocab_size} tokens")
+        if len(set(token_ids)) < len(token_ids):
+            twice = next(token for index, token in enumerate(token_ids) if token in token_ids[:index])
+            raise PeftError(f"{where}: {twice} is there twice")
+        expected = (len(token_ids), sites.embeddings.out_size)
+        if place.shape != expected:
+            raise PeftError(
+                f"{_shown(place)} has shape {list(place.shape)}, and the tokens of {PEFT_CONFIG_FILE} and the hidden "
+                f"size need {list(expected)}"
+            )
+
+
+def _own_modules(found: Mapping[str, _Parts], config: PeftConfig) -> frozenset[str]:
+    """The modules that `modules_to_save` names. Raises PeftError for others, and for names without a tensor."""
+    modules = set()
+    for wanted in config.saved_modules:
+        named = [name for name in (EMBEDDINGS, HEAD) if name.endswith(wanted)]
+        if len(named) != 1:
+            raise PeftError(
+                f"{PEFT_CONFIG_FILE}: modules_to_save names {quoted(wanted)}; of whole modules only embed_tokens and "
+                "lm_head are served"
+            )
+        if "saved" not in found.get(named[0], {}):
+            raise PeftError(
+                f"{PEFT_CONFIG_FILE}: modules_to_save names {quoted(wanted)}, and {PEFT_WEIGHTS_FILE} has none"
+            )
+        modules.add(named[0])
+    return frozenset(modules)
+
+
+def _check_ranks(a: StoredMatrix, b: StoredMatrix, config: PeftConfig, peft_name: str) -> int:
+    """The rank of a pair of matrices. Raises PeftError unless both have it, and the configuration, too."""
+    if a.shape[0] != b.shape[1]:
+        raise PeftError(f"{_shown(a.place)} {list(a.shape)} and {_shown(b.place)} {list(b.shape)} have different ranks")
+    if a.shape[0] != (rank := config.rank(peft_name)):
+        raise PeftError(f"{_shown(a.place)} has rank {a.shape[0]}, but {PEFT_CONFIG_FILE} says {rank:g}")
+    return a.shape[0]
+
+
+def _are_equal(first: TensorPlace, second: TensorPlace, source: ByteSource) -> bool:
+    step = 4 * MAX_PIECE_VALUES
+    try:
+        return all(
+            source.read(first.start + start, min(first.start + start + step, first.stop))
+            == source.read(second.start + start, min(second.start + start + step, second.stop))
+            for start in range(0, first.stop - first.start, step)
+        )
+    except TensorFileError as error:
+        raise PeftError(f"{PEFT_WEIGHTS_FILE}: {error}") from None
+
+
+def _rounded(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.float32]:
+    """Values as a tensor of the format's type `dtype` has them, float32."""
+    if dtype == "BF16":
+        return bfloat16_to_float32(float32_to_bfloat16(values))
+    with np.errstate(over="ignore"):
+        return values.astype(np.float16).astype(np.float32) if dtype == "F16" else values
+
+
+def _runs(places: Iterable[tuple[TensorPlace, int]]) -> Iterator[tuple[int, int]]:
+    """Runs of places that are neighbouring rows of one tensor."""
+    start, before, end = 0, None, 0
+    for end, (place, row) in enumerate(places):
+        if before is not None and before != (place, row - 1):
+            yield start, end
+            start = end
+        before = (place, row)
+    yield start, end + 1

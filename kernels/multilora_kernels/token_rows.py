@@ -90,7 +90,7 @@ class TokenRowTables:
     def _replace_padded(self, logits: torch.Tensor, x: torch.Tensor, mapping: torch.Tensor) -> None:
         groups = self._groups[mapping]
         offsets = self._padded_offsets[groups]
-        rows = self._gathered(offsets.flatten()).view(*offsets.shape, -1).to(x.dtype)
+        rows = self._gathered(offsets.flatten()).view(*offsets.shape, self._hidden_size).to(x.dtype)
         values = torch.bmm(rows, x.unsqueeze(2)).squeeze(2)
         self._write(logits, self._padded_ids[groups], values, groups < self._num_small)
 

@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftConfig, TrainableTokensConfig
 from support.compressed_checkpoints import save_compressed
 from support.engines import LogitsRecorder, poison_claimed_blocks, run_all
 from support.oracle import Oracles
-from support.outer_adapters import outer_packed
+from support.outer_adapters import packed_files
 from support.parity import (
     TINY,
     TINY_KV_CACHE_BYTES,
@@ -115,7 +115,7 @@ def build(
     )
     engine = Engine(config)
     for task_id, directory in enumerate(oracles.adapters.values()):
-        engine.put_adapter(task_id, outer_packed(directory, engine.info.adapter_layout, oracles.weights))
+        engine.put_adapter(task_id, packed_files(directory, engine.info.adapter_layout, path))
     return engine
 
 
@@ -249,7 +249,7 @@ def test_quantised_embeddings_and_heads_serve_every_kind(tmp_path: Path, default
     oracles = Oracles(model, tmp_path)
     configs = kinds(is_tied=False)
     for seed, name in enumerate(("rows", "embeddings", "head", "two lists of rows", "both")):
-        oracles.add(name, configs[name], seed)
+        oracles.add(name, configs[name], seed, save_embedding_layers=False)
     engine = build(oracles, path, default_model_dir)
     requests = requests_for(oracles, prompts_with_rows(12), max_tokens=10)
     assert_greedy(oracles, requests, run_all(engine, requests))

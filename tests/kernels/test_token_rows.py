@@ -76,3 +76,9 @@ def test_logits_of_tokens_with_rows_of_their_own_are_products_with_them(
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert logits[0].equal(expected[0])
     assert not logits.isnan().any()
+
+
+def test_a_step_that_wants_no_logits_changes_none() -> None:
+    arena, rows = make_rows({1: 3, 2: 70}, torch.float32)
+    tables = TokenRowTables(arena, rows, HIDDEN, VOCAB, MAX_LORAS)
+    tables.replace_logits(torch.empty(0, VOCAB), torch.empty(0, HIDDEN), torch.empty(0, dtype=torch.int64))

@@ -51,8 +51,8 @@ class Oracle:
         """An adapter of random numbers, large enough to change every greedy answer."""
         self.add(name, LoraConfig(r=rank, lora_alpha=rank, target_modules=target_modules, **options), seed)
 
-    def add(self, name: str, config: PeftConfig, seed: int) -> None:
-        """An adapter of random numbers of any kind."""
+    def add(self, name: str, config: PeftConfig, seed: int, **saving: Any) -> None:
+        """An adapter of random numbers of any kind. saving: options of `save_pretrained`."""
         if self._model is None:
             self._model = PeftModel(self._base, config, adapter_name=name)
         else:
@@ -72,7 +72,7 @@ class Oracle:
             if f".modules_to_save.{name}." in key:
                 places = torch.randperm(len(parameter), generator=generator)[:: len(parameter) // 20]
                 parameter.data[places] = torch.randn(len(places), parameter.shape[1], generator=generator) * 0.3
-        self._model.save_pretrained(str(self._directory), selected_adapters=[name])
+        self._model.save_pretrained(str(self._directory), selected_adapters=[name], **saving)
         self.adapters[name] = self._directory / name
 
     @torch.no_grad()
@@ -115,10 +115,10 @@ class Oracles:
         self._of: dict[str | None, Oracle] = {}
         self.adapters: dict[str, Path] = {}
 
-    def add(self, name: str, config: PeftConfig, seed: int) -> None:
-        """An adapter of random numbers of any kind."""
+    def add(self, name: str, config: PeftConfig, seed: int, **saving: Any) -> None:
+        """See `Oracle.add`."""
         oracle = Oracle(copy.deepcopy(self._model), self._directory)
-        oracle.add(name, config, seed)
+        oracle.add(name, config, seed, **saving)
         self._of[name] = self._of[None] = oracle
         self.adapters[name] = oracle.adapters[name]
 
@@ -129,11 +129,6 @@ class Oracles:
     def generate(self, adapter: str | None, prompt: list[int], **options: Any) -> Any:
         """See `Oracle.generate`."""
         return self._of[adapter].generate(adapter, prompt, **options)
-
-    @property
-    def weights(self) -> dict[str, torch.Tensor]:
-        """The base model's."""
-        return self._model.state_dict()
 
 
 def packed(directory: Path, layout: AdapterLayout, base_model: Path | None = None) -> PackedAdapter:

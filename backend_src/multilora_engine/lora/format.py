@@ -4,7 +4,8 @@ On the wire (TensorRT-LLM's Triton backend, `tensorrt_llm/lora_manager.py` and `
 is two tensors. Row i of `lora_weights` is A `[rank, in]` row-major, then B `[out, rank]` row-major, then, for DoRA, the
 normalised magnitude `[out]`, then zeros up to the widest row. Row i of `lora_config` describes it: `[module_id,
 layer, rank]` or `[module_id, layer, rank, is_dora]`. The scaling alpha / rank is already in B. PEFT's files have the
-same rows (`multilora_wire.peft_files`), which are read from the files into the pages piece by piece.
+same rows (`multilora_wire.peft_files`), which are read from the files into the pages piece by piece. They may have
+more: LoRA on the embeddings and the head, and rows of tokens, which no row of `lora_config` can name.
 
 Packed, the rows lie without their padding in pages of one fixed size, at the places that `multilora_wire.layout`
 gives their pieces, so that any tier can hand out and take back pages without ever compacting. Where adapters are stored
@@ -41,7 +42,7 @@ from multilora_kernels.adapter_quantization import quantize_a, quantize_b
 from multilora_wire.adapter_info import Kind
 from multilora_wire.layout import ALIGNMENT_BYTES, AdapterLayout, num_values, round_up
 from multilora_wire.peft_config import PEFT_CONFIG_FILE, PeftError
-from multilora_wire.peft_files import LinearReader, PeftAdapter, PeftLinear
+from multilora_wire.peft_files import FoundRows, LinearReader, PeftAdapter, PeftLinear, PeftRows
 from multilora_wire.pieces import Piece, part_bounds, part_offset
 from multilora_wire.sites import EMBEDDING_LORA, HEAD_LORA, OUTER_LAYER, ROW_MODULES, WireModule
 
@@ -51,6 +52,9 @@ ARENA_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "
 """The dtypes in which the kernels see the pages, by `lora_dtype`; pairs of codes of 4 bits are bytes."""
 
 _WRONG_MODEL = "The adapter was made for a model of other sizes, or the declared rank or module is wrong"
+
+MAX_SAVED_BYTES = 64 << 20
+"""Bytes of the rows that are kept of one saved copy of the embeddings or the head."""
 
 _INTEGERS = {2: torch.uint16, 4: torch.uint32}
 
@@ -68,35 +72,60 @@ def pack_adapter(
     rows = [_read_row(index, values, weights.shape[1], layout) for index, values in enumerate(config.tolist())]
     weights = weights.contiguous()
     bits = _bits(weights)
-    packed = _pack(rows, lambda row: _wire_pieces(row, weights, bits, layout), layout, traits)
-    if not layout.code_bits and not is_finite(packed.pages.view(TORCH_DTYPES[layout.lora_dtype])):
-        raise InvalidRequest(_describe_non_finite(weights, rows, layout))
-    return packed
+    return _pack(
+        rows,
+        lambda row: _wire_pieces(row, weights, bits, layout),
+        layout,
+        traits,
+        lambda: _describe_non_finite(weights, rows, layout),
+    )
 
 
 def pack_peft(adapter: PeftAdapter, layout: AdapterLayout, base_model: Path) -> PackedAdapter:
     """Read PEFT's files into pages. The result is that of `pack_adapter` for the same adapter, converted.
 
-    base_model: the checkpoint of the base model, which only DoRA reads. Beside the pages this takes 64 MiB at most.
-    Raises InvalidRequest, naming module, key or field with expected and actual numbers.
+    base_model: the checkpoint of the base model, which only DoRA and saved copies of embeddings and head are read with.
+    Beside the pages this takes 64 MiB at most. Raises InvalidRequest, naming module, key or field with expected and
+    actual numbers.
     """
-    rows = [_peft_row(linear, layout) for linear in adapter.linears]
-    linears = {(linear.layer, linear.module_id): linear for linear in adapter.linears}
-    is_dora = any(linear.magnitude is not None for linear in adapter.linears)
+    linears = {(linear.layer, linear.module_id): linear for linear in (*adapter.linears, *adapter.outer)}
+    needs_base = any(linear.magnitude is not None for linear in linears.values())
+    needs_base |= any(rows.saved is not None for rows in adapter.rows)
 
     def pieces_of(row: _Row) -> Iterator[_Values]:
-        linear = linears[row.module.layer, row.module.module_id]
-        for one in reader.read(linear, part_bounds(row.module)):
+        if row.tokens is not None:
+            pieces = reader.read_rows(row.tokens, row.label)
+        else:
+            pieces = reader.read(linears[row.module.layer, row.module.module_id], part_bounds(row.module))
+        for one in pieces:
             yield _Values(one.index, one.first, _stored_values(_tensor(one.values), layout))
 
     try:
-        reader = LinearReader(adapter, BaseWeights(base_model) if is_dora else None)
-        packed = _pack(rows, pieces_of, layout, _traits(adapter, layout))
+        reader = LinearReader(adapter, BaseWeights(base_model) if needs_base else None)
+        rows = [_peft_row(linear, layout) for linear in linears.values()]
+        rows += [row for one in adapter.rows if (row := _token_row(one, reader, layout)) is not None]
+        if not rows:
+            raise InvalidRequest("the adapter changes nothing: its copies are the base model's own weights")
+        fault = f"the adapter holds values beyond the range of lora_dtype {layout.lora_dtype}"
+        return _pack(rows, pieces_of, layout, _traits(adapter, layout), lambda: fault)
     except (PeftError, AdapterError) as error:
         raise InvalidRequest(str(error).replace(str(base_model), "the base model")) from None
-    if not layout.code_bits and not is_finite(packed.pages.view(TORCH_DTYPES[layout.lora_dtype])):
-        raise InvalidRequest(f"the adapter holds values beyond the range of lora_dtype {layout.lora_dtype}")
-    return packed
+
+
+def _token_row(rows: PeftRows, reader: LinearReader, layout: AdapterLayout) -> _Row | None:
+    """None for a copy that is the base's own. Raises InvalidRequest for a copy of which too many rows differ."""
+    found, module = reader.find_rows(rows), layout.sites.module_at[OUTER_LAYER, rows.module_id]
+    count = len(found.token_ids)
+    if not count:
+        return None
+    pieces = layout.pieces(module, count, False)
+    if rows.saved is not None and pieces[1].num_bytes > MAX_SAVED_BYTES:
+        raise InvalidRequest(
+            f"{rows.saved.key}: {count} of its {module.in_size} rows differ from the base model's and take "
+            f"{pieces[1].num_bytes} bytes, {MAX_SAVED_BYTES} at most are kept of a copy; train rows of some tokens "
+            "(PEFT's trainable_token_indices), or LoRA"
+        )
+    return _Row(module.name, 0, module, count, False, pieces, found)
 
 
 def _traits(adapter: PeftAdapter, layout: AdapterLayout) -> AdapterTraits:
@@ -114,9 +143,16 @@ def _traits(adapter: PeftAdapter, layout: AdapterLayout) -> AdapterTraits:
 
 
 def _pack(
-    rows: list[_Row], pieces_of: Callable[[_Row], Iterator[_Values]], layout: AdapterLayout, traits: AdapterTraits
+    rows: list[_Row],
+    pieces_of: Callable[[_Row], Iterator[_Values]],
+    layout: AdapterLayout,
+    traits: AdapterTraits,
+    describe_non_finite: Callable[[], str],
 ) -> PackedAdapter:
-    """Lay rows into pages. pieces_of: the values of a row, in their order on the wire."""
+    """Lay rows into pages. pieces_of: the values of a row, in their order on the wire.
+
+    Raises InvalidRequest with the text of `describe_non_finite` for values that are not finite as they are stored.
+    """
     rows = _sorted_rows(rows, layout)
     placement = layout.place(piece for row in rows for piece in row.pieces)
     offsets = iter(placement.offsets)
@@ -133,6 +169,14 @@ def _pack(
             store.put(row, place.offsets[values.index], values)
         for piece, offset in zip(row.pieces, place.offsets, strict=True):
             memory[offset + piece.num_bytes : offset + round_up(piece.num_bytes, ALIGNMENT_BYTES)] = 0
+        if row.tokens is not None:
+            memory[place.a_offset : place.a_offset + row.pieces[0].num_bytes] = 0
+    if not layout.code_bits and not is_finite(pages.view(TORCH_DTYPES[layout.lora_dtype])):
+        raise InvalidRequest(describe_non_finite())
+    # The bits of ids may look like those of infinities.
+    for row, place in zip(rows, packed, strict=True):
+        if row.tokens is not None:
+            store.put_ids(row.tokens.token_ids.astype(np.int32), place.a_offset)
     return PackedAdapter(traits.digest(store.digest(packed)), packed, pages, traits)
 
 
@@ -185,7 +229,10 @@ def _pieces_of(row: PackedRow, layout: AdapterLayout) -> list[Piece]:
 
 @dataclass(frozen=True)
 class _Row:
-    """A validated row of an adapter. label: for messages. index: its place in the form that came."""
+    """A validated row of an adapter. label: for messages. index: its place in the form that came.
+
+    tokens: of rows of tokens; `rank` is their number.
+    """
 
     label: str
     index: int
@@ -193,6 +240,7 @@ class _Row:
     rank: int
     is_dora: bool
     pieces: list[Piece]
+    tokens: FoundRows | None = None
 
     @property
     def num_values(self) -> int:
@@ -200,8 +248,10 @@ class _Row:
         return num_values(self.module, self.rank, self.is_dora)
 
     def columns(self, index: int) -> int:
-        """The columns of A, of B, or of the magnitude."""
-        return (self.module.in_size, self.rank, 1)[index]
+        """The columns of A, of B, or of the magnitude; index 1 of rows of tokens is the rows."""
+        if self.tokens is not None:
+            return self.module.out_size
+        return (self.rank if self.module.kind == "embedding" else self.module.in_size, self.rank, 1)[index]
 
     def __str__(self) -> str:
         return self.label
@@ -263,7 +313,10 @@ def _read_row(index: int, values: list[int], width: int, layout: AdapterLayout) 
 
 
 def _peft_row(linear: PeftLinear, layout: AdapterLayout) -> _Row:
-    module = _check_module(linear.name, linear.module_id, linear.layer, layout)
+    if linear.layer == OUTER_LAYER:
+        module = _check_outer_module(linear, layout)
+    else:
+        module = _check_module(linear.name, linear.module_id, linear.layer, layout)
     check_rank(linear.a.place.key, linear.rank, layout)
     is_dora = linear.magnitude is not None
     return _Row(linear.name, 0, module, linear.rank, is_dora, layout.pieces(module, linear.rank, is_dora))
@@ -284,6 +337,17 @@ def _rank_advice(rank: int) -> str:
     if rank <= ADAPTER_RANK_LIMIT:
         return f"start the server with --set max_lora_rank={rank}"
     return f"{ADAPTER_RANK_LIMIT} is the most that a server can be started with"
+
+
+def _check_outer_module(linear: PeftLinear, layout: AdapterLayout) -> WireModule:
+    """linear: on the embeddings or the head."""
+    module = layout.sites.module_at[OUTER_LAYER, linear.module_id]
+    if names := _ruled_out(module, layout):
+        raise InvalidRequest(
+            f"{linear.name}: the adapter adapts {names}, ruled out by lora_compatible or lora_target_modules of the "
+            "checkpoint"
+        )
+    return module
 
 
 def _check_module(where: str, module_id: int, layer: int, layout: AdapterLayout) -> WireModule:
@@ -373,6 +437,11 @@ class _FloatStore:
         first = offset // self._bits.itemsize + given.first * row.columns(given.index)
         self._bits[first : first + len(given.values)] = given.values
 
+    def put_ids(self, token_ids: npt.NDArray[np.int32], offset: int) -> None:
+        """Ids of tokens, ascending."""
+        stored = token_ids.view(np.uint8)
+        self._pages.view(-1).numpy()[offset : offset + len(stored)] = stored
+
     def digest(self, rows: Sequence[PackedRow]) -> str:
         return content_digest(rows, self._pages, self._dtype)
 
@@ -393,8 +462,11 @@ class _CodeStore:
     def put(self, row: _Row, offset: int, given: _Values) -> None:
         self._digest.update(given.values.view(np.uint8).data)
         values = torch.from_numpy(given.values).view(-1, row.columns(given.index))
-        if given.index == 2:
-            self._store(offset + 4 * given.first, values.view(torch.uint8).flatten())
+        if row.tokens is not None or given.index == 2:
+            self._store(offset + 4 * given.first * values.shape[1], values.view(torch.uint8).flatten())
+        elif row.module.kind == "embedding":
+            start = given.first // LANES * panel_bytes(row.rank, self._layout.code_bits)
+            self._store(offset + start, quantize_b(values, self._arena))
         elif given.index == 1:
             self._store(offset + self._b_offset(row, given.first), quantize_b(values, self._arena))
         else:
@@ -402,6 +474,12 @@ class _CodeStore:
 
     def digest(self, rows: Sequence[PackedRow]) -> str:
         return self._digest.hexdigest(DIGEST_BYTES)
+
+    def put_ids(self, token_ids: npt.NDArray[np.int32], offset: int) -> None:
+        """Ids of tokens, ascending."""
+        stored = token_ids.view(np.uint8)
+        self._digest.update(stored.data)
+        self._store(offset, torch.from_numpy(stored))
 
     def _put_a(self, row: _Row, offset: int, first: int, codes: torch.Tensor, count: int) -> None:
         """Codes of 8 bits of A have the scales of all rows before them."""

@@ -149,7 +149,7 @@ class Decoder:
         x, update = (tensor.index_select(0, rows) for tensor in hidden_states)
         normed, _ = self._norm.add(x, update)
         logits = self._lm_head.product(normed, None)
-        if lora is not None and lora.outer is not None and lora.outer.changes_head:
+        if len(rows) and lora is not None and lora.outer is not None and lora.outer.changes_head:
             self._adapt_logits(logits, normed, lora, lora.mapping.index_select(0, rows))
         return self._finished(logits.float())
 

@@ -21,9 +21,14 @@ _HEADER_ALLOWANCE = 16 << 20
 
 
 def largest_adapter_bytes(layout: AdapterLayout) -> int:
-    """The most bytes that the files of a legal adapter have: every row as wide as the widest, in float32."""
-    widest = max(num_values(module, layout.max_rank, is_dora=True) for module in layout.sites.modules)
-    return layout.sites.num_columns * widest * 4 + _HEADER_ALLOWANCE
+    """The most bytes that the files of a legal adapter have, in float32: every row as wide as the widest; LoRA on
+    embeddings and head, a copy of each, and rows of all tokens.
+    """
+    sites = layout.sites
+    widest = max(num_values(module, layout.max_rank, is_dora=True) for module in sites.modules)
+    matrices = [num_values(m, layout.max_rank, is_dora=True) for m in sites.outer_modules if m.kind != "rows"]
+    copies = [2 * m.in_size * m.out_size for m in sites.outer_modules if m.kind != "rows"]
+    return (len(sites.sites) * widest + sum(matrices) + sum(copies)) * 4 + _HEADER_ALLOWANCE
 
 
 def pack_directory(adapter: LocalAdapter, layout: AdapterLayout, base_model: Path) -> PackedAdapter:
