@@ -6,10 +6,8 @@ import heapq
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
-from typing import Generic, Protocol, TypeVar
 
 from multilora_engine.errors import TooMuchHostWork
-from multilora_engine.lora.names import TaskId
 from multilora_engine.request import SamplingParams, Sender
 from multilora_engine.sequences.sequence import Sequence, SequenceStatus
 
@@ -100,10 +98,6 @@ class Accounts:
         """The account of a sequence's client."""
         return self._of_sequence[sequence][0]
 
-    def adapter(self, sequence: Sequence) -> Account:
-        """The account of a sequence's adapter."""
-        return self._of_sequence[sequence][1]
-
     def _of_beam(self, sequence: Sequence) -> tuple[Account, Account]:
         """The accounts of a further beam of a search."""
         client = self.clients.parts[sequence.request.sender.account]
@@ -154,113 +148,97 @@ def has_host_work(sampling: SamplingParams) -> bool:
     return has_words or sampling.guide is not None or sampling.beam_width > 1
 
 
-class _Waiting(Protocol):
-    """Sequences that wait under an account."""
+class _Waiting:
+    """What waits under an account: the sequences of an adapter, by their places, or the parts of the account, in turns.
 
-    @property
-    def account(self) -> Account: ...
-
-    @property
-    def first(self) -> Sequence | None: ...
-
-
-Key = TypeVar("Key", bound=Hashable)
-Part = TypeVar("Part", bound=_Waiting)
-
-
-class _Turns(Generic[Key, Part]):
-    """The parts of an account with waiting sequences. The part that has used least goes first.
-
-    The heap has an entry (use, arrival of a sequence, key) for each part that is not set aside. A part whose use has
-    grown since is put right when it comes to the top.
+    The part that has used least goes first. The heap has an entry (use, arrival of a sequence, key) for each part that
+    `is_listed`. An entry is put right when it comes to the top: its part may have used more since, or be set aside.
     """
 
     def __init__(self, account: Account) -> None:
         self.account = account
-        self.parts: dict[Key, Part] = {}
-        self._heap: list[tuple[float, int, Key]] = []
-        self._aside: set[Key] = set()
+        self.line: list[tuple[int, int, Sequence]] = []
+        self.parts: dict[Hashable, _Waiting] = {}
+        self.is_aside = False
+        self.is_listed = False
+        self._heap: list[tuple[float, int, Hashable]] = []
 
-    def first_part(self) -> Part | None:
-        """The part that goes next."""
+    @property
+    def first(self) -> Sequence | None:
+        """The sequence that goes next. None if nothing waits, or all of it is set aside."""
+        if self.line:
+            return None if self.is_aside else self.line[0][2]
         while self._heap:
             use_s, arrival, key = self._heap[0]
             part = self.parts[key]
-            if use_s >= part.account.use_s:
+            if (first := part.first) is None:
+                heapq.heappop(self._heap)
+                part.is_listed = False
+            elif use_s < part.account.use_s:
+                heapq.heapreplace(self._heap, (part.account.use_s, arrival, key))
+            else:
                 self.account.floor_s = use_s
-                return part
-            heapq.heapreplace(self._heap, (part.account.use_s, arrival, key))
+                return first
         return None
 
-    @property
-    def first(self) -> Sequence | None:
-        """The sequence that goes next. None if all are set aside."""
-        part = self.first_part()
-        return None if part is None else part.first
+    def add(self, path: list[Hashable], sequence: Sequence) -> None:
+        """A sequence waits at the end of a path of keys. The use of a part that had nothing waiting rises to the least
+        use of the other parts."""
+        if not path:
+            insort(self.line, (sequence.place, sequence.arrival, sequence))
+            return
+        key, *rest = path
+        part = self.parts.get(key)
+        if part is None:
+            part = _Waiting(self.account.parts[key])
+            _ = self.first  # which sets the floor
+            part.account.step_s += max(0.0, self.account.floor_s - part.account.use_s)
+            self.parts[key] = part
+        part.add(rest, sequence)
+        self._list(key)
 
-    def add(self, key: Key, part: Part) -> None:
-        """A part has something waiting from now on. Its use rises to the least use of the others."""
-        self.first_part()
-        part.account.step_s += max(0.0, self.account.floor_s - part.account.use_s)
-        self.parts[key] = part
-        self._push(key)
-
-    def remove(self, key: Key) -> None:
-        """A part has nothing waiting any more."""
-        del self.parts[key]
-        if key in self._aside:
-            self._aside.remove(key)
-        elif self._heap[0][2] == key:
-            heapq.heappop(self._heap)
-        else:
-            self._heap = [entry for entry in self._heap if entry[2] != key]
-            heapq.heapify(self._heap)
-
-    def set_first_aside(self) -> None:
-        """Pass over the first part until `restore`."""
-        _, _, key = heapq.heappop(self._heap)
-        self._aside.add(key)
-
-    def restore(self, key: Key) -> None:
-        """Let a part that may be set aside take turns again, with the use that it has."""
-        if key in self._aside:
-            self._aside.remove(key)
-            self._push(key)
-
-    def check_integrity(self) -> None:
-        listed = [key for _, _, key in self._heap]
-        assert len(listed) == len(set(listed)), "a part is listed twice"
-        assert not self._aside
-        assert set(listed) == self.parts.keys(), "nobody will look at a part"
-        assert all(use_s <= self.parts[key].account.use_s for use_s, _, key in self._heap)
-
-    def _push(self, key: Key) -> None:
+    def remove(self, path: list[Hashable], sequence: Sequence) -> None:
+        """A sequence at the end of a path waits no longer."""
+        if not path:
+            del self.line[bisect_left(self.line, (sequence.place, sequence.arrival))]
+            return
+        key, *rest = path
         part = self.parts[key]
-        first = part.first
-        assert first is not None
-        heapq.heappush(self._heap, (part.account.use_s, first.arrival, key))
+        part.remove(rest, sequence)
+        if not part.line and not part.parts:
+            del self.parts[key]
+            if self._heap and self._heap[0][2] == key:
+                heapq.heappop(self._heap)
+            elif part.is_listed:
+                self._heap = [entry for entry in self._heap if entry[2] != key]
+                heapq.heapify(self._heap)
 
+    def restore(self, path: list[Hashable]) -> None:
+        """The sequences at the end of a path are not set aside any more."""
+        self.is_aside = False
+        if path:
+            key, *rest = path
+            self.parts[key].restore(rest)
+            self._list(key)
 
-class _Line:
-    """The waiting sequences of one client and adapter, by their places (`Sequence.place`)."""
+    def sequences(self) -> Iterator[Sequence]:
+        """All that wait, with checks. For tests, after every step."""
+        listed = {key for _, _, key in self._heap}
+        assert not self.is_aside
+        assert len(listed) == len(self._heap), "a part is listed twice"
+        assert listed == self.parts.keys(), "nobody will look at a part"
+        assert all(part.is_listed for part in self.parts.values())
+        assert all(use_s <= self.parts[key].account.use_s for use_s, _, key in self._heap)
+        assert self.line == sorted(((s.place, s.arrival, s) for *_, s in self.line), key=lambda entry: entry[:2])
+        yield from (sequence for *_, sequence in self.line)
+        for part in self.parts.values():
+            yield from part.sequences()
 
-    def __init__(self, account: Account) -> None:
-        self.account = account
-        self.sequences: list[tuple[int, int, Sequence]] = []
-
-    @property
-    def first(self) -> Sequence | None:
-        return self.sequences[0][2] if self.sequences else None
-
-    def add(self, sequence: Sequence) -> None:
-        insort(self.sequences, (sequence.place, sequence.arrival, sequence))
-
-    def remove(self, sequence: Sequence) -> None:
-        del self.sequences[bisect_left(self.sequences, (sequence.place, sequence.arrival))]
-
-
-_Client = _Turns[TaskId | None, _Line]
-_Priority = _Turns[str, _Client]
+    def _list(self, key: Hashable) -> None:
+        part = self.parts[key]
+        if not part.is_listed and (first := part.first) is not None:
+            heapq.heappush(self._heap, (part.account.use_s, first.arrival, key))
+            part.is_listed = True
 
 
 class FairQueue:
@@ -282,8 +260,7 @@ class FairQueue:
 
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts
-        self._priorities: dict[int, _Priority] = {}
-        self._order: list[int] = []
+        self._priorities: dict[int, _Waiting] = {}
         self._set_aside: list[Sequence] = []
         self._waiting: set[Sequence] = set()
 
@@ -297,7 +274,7 @@ class FairQueue:
     @property
     def first(self) -> Sequence | None:
         """The sequence that starts next."""
-        found = (self._priorities[priority].first for priority in self._order)
+        found = (self._priorities[priority].first for priority in sorted(self._priorities))
         return next((sequence for sequence in found if sequence is not None), None)
 
     def add(self, sequence: Sequence) -> None:
@@ -311,14 +288,12 @@ class FairQueue:
     def put_back(self, sequence: Sequence) -> None:
         """Put a taken sequence back, before all others of its adapter. Of several, put the last arrival back first."""
         line = self._line(sequence)
-        first = None if line is None else line.first
-        sequence.place = min(sequence.arrival, sequence.arrival if first is None else first.place) - 1
+        sequence.place = min(sequence.arrival, line[0][0] if line else sequence.arrival) - 1
         self._wait(sequence)
 
     def hurry(self, sequence: Sequence) -> None:
         """From now on, no later sequence of the same client and adapter passes a sequence, waiting or running."""
-        is_waiting = sequence in self._waiting
-        if is_waiting:
+        if is_waiting := sequence in self._waiting:
             self.take(sequence)
         sequence.place = min(sequence.place, sequence.arrival)
         if is_waiting:
@@ -326,35 +301,23 @@ class FairQueue:
 
     def take(self, sequence: Sequence) -> None:
         """A waiting sequence starts to run."""
-        priority, name, task_id = _path(sequence)
-        clients = self._priorities[priority]
-        client = clients.parts[name]
-        client.parts[task_id].remove(sequence)
         self._waiting.remove(sequence)
-        if client.parts[task_id].first is None:
-            client.remove(task_id)
-        if not client.parts:
-            clients.remove(name)
-        if not clients.parts:
+        priority = sequence.request.priority
+        self._priorities[priority].remove(_path(sequence), sequence)
+        if not self._priorities[priority].parts:
             del self._priorities[priority]
-            self._order.remove(priority)
 
     def set_aside(self, sequence: Sequence) -> None:
         """The `first` sequence cannot start now, nor those of its client and adapter after it: pass over them until
         `restore`.
         """
-        priority, name, _ = _path(sequence)
-        clients = self._priorities[priority]
-        clients.parts[name].set_first_aside()
-        if clients.parts[name].first is None:
-            clients.set_first_aside()
+        name, task_id = _path(sequence)
+        self._priorities[sequence.request.priority].parts[name].parts[task_id].is_aside = True
         self._set_aside.append(sequence)
 
     def restore(self) -> None:
         for sequence in self._set_aside:
-            priority, name, task_id = _path(sequence)
-            self._priorities[priority].parts[name].restore(task_id)
-            self._priorities[priority].restore(name)
+            self._priorities[sequence.request.priority].restore(_path(sequence))
         self._set_aside.clear()
 
     def turn(self, sequence: Sequence) -> tuple[int, float, int]:
@@ -372,51 +335,27 @@ class FairQueue:
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Every sequence waits in one place and has an account. running: the sequences that were taken."""
-        assert self._order == sorted(self._priorities)
         assert not self._set_aside
         assert all(s.status is SequenceStatus.WAITING and not s.block_table.length for s in self)
-        found: list[Sequence] = []
-        for clients in self._priorities.values():
-            clients.check_integrity()
-            for client in clients.parts.values():
-                client.check_integrity()
-                for line in client.parts.values():
-                    assert line.sequences == sorted(line.sequences, key=lambda entry: entry[:2])
-                    assert all(place == s.place for place, _, s in line.sequences)
-                    found += [sequence for _, _, sequence in line.sequences]
+        found = [sequence for waiting in self._priorities.values() for sequence in waiting.sequences()]
         assert len(found) == len(self._waiting)
         assert set(found) == self._waiting
         for sequence in (*found, *running):
-            assert self._accounts.adapter(sequence).num_users > 0, "a sequence has no account"
+            assert self._accounts.client(sequence).num_users > 0, "a sequence has no account"
 
-    def _line(self, sequence: Sequence) -> _Line | None:
-        priority, name, task_id = _path(sequence)
-        clients = self._priorities.get(priority)
-        client = None if clients is None else clients.parts.get(name)
-        return None if client is None else client.parts.get(task_id)
+    def _line(self, sequence: Sequence) -> list[tuple[int, int, Sequence]]:
+        """The sequences of the same priority, client and adapter that wait."""
+        waiting = self._priorities.get(sequence.request.priority)
+        for key in _path(sequence):
+            waiting = None if waiting is None else waiting.parts.get(key)
+        return [] if waiting is None else waiting.line
 
     def _wait(self, sequence: Sequence) -> None:
-        priority, name, task_id = _path(sequence)
         self._waiting.add(sequence)
-        if (line := self._line(sequence)) is not None:
-            line.add(sequence)
-            return
-        line = _Line(self._accounts.adapter(sequence))
-        line.add(sequence)
-        if priority not in self._priorities:
-            self._priorities[priority] = _Turns(self._accounts.clients)
-            insort(self._order, priority)
-        clients = self._priorities[priority]
-        is_new = name not in clients.parts
-        client: _Client = _Turns(self._accounts.client(sequence)) if is_new else clients.parts[name]
-        client.add(task_id, line)
-        if is_new:
-            clients.add(name, client)
-        else:
-            clients.restore(name)
+        waiting = self._priorities.setdefault(sequence.request.priority, _Waiting(self._accounts.clients))
+        waiting.add(_path(sequence), sequence)
 
 
-def _path(sequence: Sequence) -> tuple[int, str, TaskId | None]:
-    """Priority, client and adapter of a sequence."""
-    request = sequence.request
-    return request.priority, request.sender.account, request.task_id
+def _path(sequence: Sequence) -> list[Hashable]:
+    """Client and adapter of a sequence."""
+    return [sequence.request.sender.account, sequence.request.task_id]

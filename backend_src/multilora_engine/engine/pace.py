@@ -107,34 +107,60 @@ class StepTimes:
             self._knows_token = True
 
 
-class Plan:
-    """The answers that get a token in a step, and how many tokens of prompts it may have.
+class Step:
+    """A step in the making: the scheduled sequences, how many tokens of the budget are left, and how much time.
 
-    turns: those of the answers that have a turn, in the order of their turns.
+    answers: that get a token in it. turns: those of the answers that have a turn, in the order of their turns.
     """
 
     def __init__(
-        self, answers: list[Sequence], turns: Iterable[Sequence] = (), num_tokens: float = math.inf, least: int = 1
+        self,
+        budget: int,
+        answers: list[Sequence],
+        turns: Iterable[Sequence] = (),
+        num_tokens: float = math.inf,
+        least: int = 1,
     ) -> None:
-        """num_tokens: of prompts; a first prompt may compute `least` whatever that is."""
+        """budget: tokens. num_tokens: of prompts. A first prompt may compute `least` whatever that is."""
+        self.budget = budget
         self.answers = answers
         self.turns = list(turns)
         self._num_tokens = num_tokens
         self._least = least
+        self._scheduled: dict[Sequence, ScheduledSequence] = {}
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._scheduled
 
     @property
-    def has_room(self) -> bool:
-        """Whether there is time for one more token."""
+    def sequences(self) -> list[ScheduledSequence]:
+        return list(self._scheduled.values())
+
+    @property
+    def has_time(self) -> bool:
+        """Whether there is time for one more token of a prompt."""
         return self._num_tokens >= 1 or self._least > 0
 
-    def room_for(self, sequence: Sequence, budget: int) -> int:
-        """How many of `budget` tokens a sequence may compute of its prompt."""
-        return int(min(budget, max(self._least, self._num_tokens / _price(sequence))))
+    def room_for(self, sequence: Sequence) -> int:
+        """How many tokens of its prompt a sequence may compute."""
+        return int(min(self.budget, max(self._least, self._num_tokens / _price(sequence))))
 
-    def take(self, sequence: Sequence, num_tokens: int) -> None:
-        """The step computes so many tokens of a sequence's prompt."""
+    def take_time(self, sequence: Sequence, num_tokens: int) -> None:
+        """So many tokens of a sequence's prompt are going to be added."""
         self._num_tokens = max(0.0, self._num_tokens - num_tokens * _price(sequence))
         self._least = 0
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        start = sequence.num_computed_tokens
+        is_sampled = start + num_tokens == sequence.num_tokens
+        self._scheduled[sequence] = ScheduledSequence(sequence, start, num_tokens, is_sampled)
+        self.budget -= num_tokens
+
+    def remove(self, sequence: Sequence) -> None:
+        for beam in sequence.beams:
+            scheduled = self._scheduled.pop(beam, None)
+            if scheduled is not None:
+                self.budget += scheduled.num_tokens
 
 
 class Pace:
@@ -157,7 +183,6 @@ class Pace:
         """target_s: None is the multiple; 0 limits nothing."""
         self.times = StepTimes()
         self._target_s = target_s
-        self._plan = Plan([])
         self._over: AbstractSet[Sequence] = frozenset()
         self._num_turns = 0
         self._last_target_s = 0.0
@@ -184,24 +209,23 @@ class Pace:
 
     def plan(
         self,
+        budget: int,
         decoding: list[Sequence],
         over: AbstractSet[Sequence] = frozenset(),
         is_shared: bool = False,
         num_burst: int = 0,
-    ) -> Plan:
-        """The plan of the next step. decoding: the answers that could get a token. over: those of clients that have
-        more of them than their shares. is_shared: whether several clients have sequences that run or wait. num_burst:
-        prompts of the only client that came before its answers began.
+    ) -> Step:
+        """The next step, empty. budget: its tokens. decoding: the answers that could get a token. over: those of
+        clients that have more of them than their shares. is_shared: whether several clients have sequences that run or
+        wait. num_burst: prompts of the only client that came before its answers began.
         """
-        self._over = over
-        self._plan = Plan(decoding)
+        self._over = frozenset()
         if self._target_s == 0 or not decoding:
-            self._over = frozenset()
-            return self._plan
+            return Step(budget, decoding)
+        self._over = over
         own = [sequence for sequence in decoding if sequence not in over] if over else decoding
         if self._num_unmeasured + 1 >= _STEPS_OF_ANSWERS or not self.times.is_known:
-            self._plan = Plan(own, num_tokens=0, least=0)
-            return self._plan
+            return Step(budget, own, num_tokens=0, least=0)
         own_s = self.times.own_s(num_rows(own))
         self._last_target_s = self._target(own, own_s, is_shared, num_burst)
         spare_s = max(0.0, self._last_target_s - own_s - self._interruption_s)
@@ -210,26 +234,25 @@ class Pace:
         share_s = (own_s + turns_s) * _PROMPT_SHARE / (1 - _PROMPT_SHARE)
         has_turn = {*own, *turns}
         answers = [sequence for sequence in decoding if sequence in has_turn] if over else decoding
-        num_tokens = max(spare_s - turns_s, share_s) / self.times.token_s
-        self._plan = Plan(answers, turns, num_tokens)
-        return self._plan
+        return Step(budget, answers, turns, max(spare_s - turns_s, share_s) / self.times.token_s)
 
-    def rest_s(self, step: list[ScheduledSequence]) -> float:
-        """The seconds of a step that do not grow with its tokens, split by these."""
-        num_tokens = sum(one.num_tokens for one in step)
-        num_answers = sum(one.num_tokens == 1 for one in step)
-        return max(0.0, self.times.own_s(num_answers) - num_answers * self.times.token_s) / max(1, num_tokens)
+    def finish(self, step: Step) -> float:
+        """A planned step has been scheduled. The seconds of it that do not grow with its tokens, for each token."""
+        num_tokens = [one.num_tokens for one in step.sequences]
+        num_answers = num_tokens.count(1)
+        self._num_limited_steps += not step.has_time and num_answers < len(num_tokens)
+        rest_s = self.times.own_s(num_answers) - num_answers * self.times.token_s
+        return max(0.0, rest_s) / max(1, sum(num_tokens))
 
     def launch(self, step: list[ScheduledSequence]) -> StepWork:
-        """The planned step has been scheduled. Its work, for `note_read`."""
+        """The planned step is launched. Its work, for `note_read`."""
         prompts = [one for one in step if one.num_tokens > 1]
         num_answers = len(step) - len(prompts)
         num_turns = sum(one.num_tokens == 1 and one.sequence in self._over for one in step) if self._over else 0
         num_prompt_tokens = sum(one.num_tokens * _price(one.sequence) for one in prompts)
         work = StepWork(num_answers - num_turns, num_turns + num_prompt_tokens)
         self._num_unmeasured = self._num_unmeasured + 1 if work.num_own and work.num_more else 0
-        self._num_limited_steps += not self._plan.has_room and not step[-1].is_decode
-        self._plan, self._over = Plan([]), frozenset()
+        self._over = frozenset()
         return work
 
     def note_read(self, started_s: float, work: StepWork) -> None:

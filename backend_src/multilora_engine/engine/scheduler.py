@@ -10,7 +10,7 @@ from itertools import chain, islice, takewhile
 from multilora_engine.engine.accounts import Accounts, FairQueue
 from multilora_engine.engine.engine_stats import PromptWaitStats
 from multilora_engine.engine.kv_cache import BlockAllocator
-from multilora_engine.engine.pace import Pace, Plan, num_rows
+from multilora_engine.engine.pace import Pace, Step, num_rows
 from multilora_engine.lora.adapter_state import CachedAdapter
 from multilora_engine.lora.memory_tiers import MemoryTiers
 from multilora_engine.sequences.scheduled_sequence import ScheduledSequence
@@ -24,38 +24,6 @@ MAX_OVERTAKES = 64
 
 _LOOK_AHEAD = 8
 """Adapters that are brought to the device before there is a place for their sequences."""
-
-
-class Step:
-    """A step in the making: the scheduled sequences, and how many tokens of the budget are left."""
-
-    def __init__(self, budget: int, plan: Plan) -> None:
-        self.budget = budget
-        self.plan = plan
-        self._scheduled: dict[Sequence, ScheduledSequence] = {}
-
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self._scheduled
-
-    @property
-    def sequences(self) -> list[ScheduledSequence]:
-        return list(self._scheduled.values())
-
-    def room_for(self, sequence: Sequence) -> int:
-        """How many tokens of its prompt a sequence may compute."""
-        return self.plan.room_for(sequence, self.budget)
-
-    def add(self, sequence: Sequence, num_tokens: int) -> None:
-        start = sequence.num_computed_tokens
-        is_sampled = start + num_tokens == sequence.num_tokens
-        self._scheduled[sequence] = ScheduledSequence(sequence, start, num_tokens, is_sampled)
-        self.budget -= num_tokens
-
-    def remove(self, sequence: Sequence) -> None:
-        for beam in sequence.beams:
-            scheduled = self._scheduled.pop(beam, None)
-            if scheduled is not None:
-                self.budget += scheduled.num_tokens
 
 
 class PromptWaits:
@@ -215,8 +183,8 @@ class Scheduler:
         if may_admit:
             self._make_way(step)
         self._schedule_prompts(step, [s for s in prompts if s.status is SequenceStatus.RUNNING], may_admit)
+        rest_s = self._pace.finish(step)
         scheduled = step.sequences
-        rest_s = self._pace.rest_s(scheduled)
         for one in scheduled:
             one.sequence.num_computed_tokens += one.num_tokens
             self._accounts.charge(one.sequence, one.num_tokens * rest_s)
@@ -283,23 +251,23 @@ class Scheduler:
         is_shared = bool(decoding) and self._accounts.has_others(decoding[0])
         has_burst = bool(decoding) and not is_shared and (prompts or len(self._queue))
         num_burst = self._waits.num_burst(decoding, self._max_num_seqs - len(decoding)) if has_burst else 0
-        plan = self._pace.plan(decoding, self._over(decoding) if is_shared else set(), is_shared, num_burst)
-        for sequence in plan.turns:
+        over = self._over(decoding) if is_shared else set()
+        step = self._pace.plan(self._max_num_batched_tokens, decoding, over, is_shared, num_burst)
+        for sequence in step.turns:
             # Sequences of one step are numbered, too: else the first of them would always be first again.
             self._last_turn += 1
             sequence.last_turn = self._last_turn
-        step = Step(self._max_num_batched_tokens, plan)
-        for sequence in plan.answers:
+        for sequence in step.answers:
             self._continue(sequence, _shares(sequence, step.budget), step)
         return step, prompts
 
     def _schedule_prompts(self, step: Step, prompts: list[Sequence], may_admit: bool) -> None:
         """Go on with prompts and, where that is allowed, admit waiting sequences. prompts: the running ones."""
-        if not step.plan.has_room:
+        if not step.has_time:
             return
         skipped = Skipped()
         left = list(prompts)
-        while step.budget and step.plan.has_room:
+        while step.budget and step.has_time:
             prompt = min(left, key=self._turn, default=None)
             newcomer = self._newcomer(step, skipped) if may_admit else None
             if newcomer is not None and (prompt is None or self._turn(newcomer) < self._turn(prompt)):
@@ -333,7 +301,7 @@ class Scheduler:
 
     def _continue_prompt(self, sequence: Sequence, step: Step) -> None:
         shares = _shares(sequence, step.room_for(sequence))
-        step.plan.take(sequence, sum(num_tokens for _, num_tokens in shares))
+        step.take_time(sequence, sum(num_tokens for _, num_tokens in shares))
         self._continue(sequence, shares, step)
 
     def _make_room(self, sequence: Sequence, beam: Sequence, num_tokens: int, step: Step) -> bool:

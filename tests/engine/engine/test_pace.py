@@ -18,7 +18,7 @@ from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.engine.engine_stats import PaceStats
-from multilora_engine.engine.pace import Pace, Plan, StepTimes, StepWork
+from multilora_engine.engine.pace import Pace, Step, StepTimes, StepWork
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
 from multilora_engine.sequences.scheduled_sequence import ScheduledSequence
 from multilora_engine.sequences.sequence import Sequence
@@ -32,8 +32,8 @@ def sequence(client: str = "", **sampling: Any) -> Sequence:
     return Sequence(request, 0, None, cast(TextStream, None), Random(0), max_output_tokens=1)
 
 
-def prompt_tokens(plan: Plan, one: Sequence | None = None, budget: int = 256) -> int:
-    return plan.room_for(one or sequence(), budget)
+def prompt_tokens(step: Step, one: Sequence | None = None) -> int:
+    return step.room_for(one or sequence())
 
 
 def scheduled(num_tokens: int, one: Sequence | None = None) -> ScheduledSequence:
@@ -57,34 +57,34 @@ def scheduled(num_tokens: int, one: Sequence | None = None) -> ScheduledSequence
 def test_prompts_get_the_time_that_running_answers_leave_and_a_third_at_least(
     target_s: float | None, num_decodes: int, num_tokens: int
 ) -> None:
-    plan = known_pace(target_s).plan([sequence() for _ in range(num_decodes)])
-    assert len(plan.answers) == num_decodes
-    assert prompt_tokens(plan) == pytest.approx(num_tokens, abs=1)
+    step = known_pace(target_s).plan(256, [sequence() for _ in range(num_decodes)])
+    assert len(step.answers) == num_decodes
+    assert prompt_tokens(step) == pytest.approx(num_tokens, abs=1)
 
 
 def test_tokens_whose_logits_are_wanted_cost_more_and_the_time_is_shared() -> None:
-    plan = known_pace(None).plan([sequence() for _ in range(20)])
+    step = known_pace(None).plan(256, [sequence() for _ in range(20)])
     with_logits = sequence(return_context_logits=True)
-    assert prompt_tokens(plan, with_logits) == pytest.approx(30, abs=1)
-    plan.take(with_logits, 15)
-    assert prompt_tokens(plan) == pytest.approx(45, abs=1)
-    plan.take(sequence(), 45)
-    assert prompt_tokens(plan) == 0
-    assert not plan.has_room
+    assert prompt_tokens(step, with_logits) == pytest.approx(30, abs=1)
+    step.take_time(with_logits, 15)
+    assert prompt_tokens(step) == pytest.approx(45, abs=1)
+    step.take_time(sequence(), 45)
+    assert prompt_tokens(step) == 0
+    assert not step.has_time
 
 
 def test_the_first_prompt_of_a_step_computes_a_token_whatever_it_costs() -> None:
     paced = known_pace(0.001)
     paced.times.token_s = 1e3
-    plan = paced.plan([sequence()])
-    assert prompt_tokens(plan) == 1
-    plan.take(sequence(), 1)
-    assert prompt_tokens(plan) == 0
+    step = paced.plan(256, [sequence()])
+    assert prompt_tokens(step) == 1
+    step.take_time(sequence(), 1)
+    assert prompt_tokens(step) == 0
 
 
 def test_answers_of_clients_within_their_shares_all_get_a_token() -> None:
     decoding = [sequence(client) for client in ["a", "b"] * 30]
-    assert known_pace(0.001).plan(decoding, is_shared=True).answers == decoding
+    assert known_pace(0.001).plan(256, decoding, is_shared=True).answers == decoding
 
 
 def test_a_client_over_its_share_takes_turns_so_that_the_others_need_not_wait_for_all_of_it() -> None:
@@ -94,13 +94,13 @@ def test_a_client_over_its_share_takes_turns_so_that_the_others_need_not_wait_fo
     turns = dict.fromkeys(attackers, 0)
     number = 0
     for _ in range(63):
-        plan = paced.plan(decoding, set(attackers), is_shared=True)
-        assert victim in plan.answers
-        assert plan.answers == [one for one in decoding if one in set(plan.answers)], "another order"
+        step = paced.plan(256, decoding, set(attackers), is_shared=True)
+        assert victim in step.answers
+        assert step.answers == [one for one in decoding if one in set(step.answers)], "another order"
         # 20.5 ms are the victim's own, and half of the other 20.5 are left to the others.
-        assert len(plan.turns) == pytest.approx(20, abs=1)
-        assert set(plan.answers) == {victim, *plan.turns}
-        for one in plan.turns:
+        assert len(step.turns) == pytest.approx(20, abs=1)
+        assert set(step.answers) == {victim, *step.turns}
+        for one in step.turns:
             turns[one] += 1
             one.last_turn = number = number + 1
     assert max(turns.values()) - min(turns.values()) <= 1
@@ -108,48 +108,49 @@ def test_a_client_over_its_share_takes_turns_so_that_the_others_need_not_wait_fo
 
 def test_prompts_get_less_beside_answers_of_another_client() -> None:
     # 2 x 20.5 ms less 20.5 ms of the answer.
-    assert prompt_tokens(known_pace(None).plan([sequence("a")], is_shared=True), sequence("b")) == 41
-    exact = known_pace(0.060).plan([sequence("a")], is_shared=True)
+    assert prompt_tokens(known_pace(None).plan(256, [sequence("a")], is_shared=True), sequence("b")) == 41
+    exact = known_pace(0.060).plan(256, [sequence("a")], is_shared=True)
     assert prompt_tokens(exact, sequence("b")) == pytest.approx(79, abs=1)
 
 
 def test_prompts_of_a_burst_count_as_answers_unless_other_clients_have_work() -> None:
     # 2 x 28 ms, which sixteen answers will take, less the 20.5 ms of the one that has begun.
-    assert prompt_tokens(known_pace(None).plan([sequence()], num_burst=15)) == pytest.approx(71, abs=1)
-    assert prompt_tokens(known_pace(None).plan([sequence()], is_shared=True, num_burst=15)) == 41
-    assert prompt_tokens(known_pace(0.060).plan([sequence()], num_burst=15)) == pytest.approx(79, abs=1)
+    assert prompt_tokens(known_pace(None).plan(256, [sequence()], num_burst=15)) == pytest.approx(71, abs=1)
+    assert prompt_tokens(known_pace(None).plan(256, [sequence()], is_shared=True, num_burst=15)) == 41
+    assert prompt_tokens(known_pace(0.060).plan(256, [sequence()], num_burst=15)) == pytest.approx(79, abs=1)
 
 
 def test_the_target_limited_steps_and_turns_are_told() -> None:
     paced = known_pace(0.0515)
     assert paced.stats == PaceStats()
     for num_tokens in (10, 63):
-        plan = paced.plan([sequence()])
-        num_tokens = min(num_tokens, plan.room_for(sequence(), 256))
-        plan.take(sequence(), num_tokens)
-        paced.launch([scheduled(1), scheduled(num_tokens)])
+        step = paced.plan(256, [sequence()])
+        num_tokens = min(num_tokens, step.room_for(sequence()))
+        step.take_time(sequence(), num_tokens)
+        step.add(sequence(), num_tokens)
+        paced.finish(step)
     attackers = [sequence("attacker") for _ in range(3)]
-    paced.plan([sequence("victim"), *attackers], set(attackers), is_shared=True)
+    paced.plan(256, [sequence("victim"), *attackers], set(attackers), is_shared=True)
     assert paced.stats == PaceStats(pytest.approx(0.0515), num_limited_steps=1, num_turns=1)
 
 
 def test_the_time_since_the_last_step_is_taken_from_prompts_and_from_clients_over_their_shares() -> None:
     paced = known_pace(None)
     paced.interrupt(0.010)
-    assert prompt_tokens(paced.plan([sequence()])) == pytest.approx(41, abs=1)
+    assert prompt_tokens(paced.plan(256, [sequence()])) == pytest.approx(41, abs=1)
     attackers = [sequence("attacker") for _ in range(63)]
-    plan = paced.plan([sequence("victim"), *attackers], set(attackers), is_shared=True)
-    assert len(plan.turns) == pytest.approx(10, abs=1)
+    step = paced.plan(256, [sequence("victim"), *attackers], set(attackers), is_shared=True)
+    assert len(step.turns) == pytest.approx(10, abs=1)
     paced.interrupt(10.0)
-    assert prompt_tokens(paced.plan([sequence()])) == pytest.approx(20, abs=1)
+    assert prompt_tokens(paced.plan(256, [sequence()])) == pytest.approx(20, abs=1)
 
 
 def test_the_work_of_a_step_is_that_of_answers_and_that_of_prompts_and_turns() -> None:
     paced = known_pace(None)
     victim, attackers = sequence("victim"), [sequence("attacker") for _ in range(3)]
-    paced.plan([victim, *attackers], set(attackers), is_shared=True)
+    paced.plan(256, [victim, *attackers], set(attackers), is_shared=True)
     assert paced.launch([scheduled(1, one) for one in (victim, *attackers)]) == StepWork(1, 3)
-    paced.plan([victim])
+    paced.plan(256, [victim])
     prompts = [scheduled(40), scheduled(5, sequence(return_context_logits=True))]
     assert paced.launch([scheduled(1, victim), *prompts]) == StepWork(1, 40 + 3 * 5)
 
@@ -159,10 +160,10 @@ def test_one_in_sixteen_steps_has_answers_alone_so_that_their_time_stays_known()
     victim, attackers = sequence("victim"), [sequence("attacker") for _ in range(3)]
     measured = []
     for _ in range(64):
-        plan = paced.plan([victim, *attackers], set(attackers), is_shared=True)
-        measured.append(plan.answers == [victim] and not plan.has_room)
-        prompts = [scheduled(min(8, plan.room_for(sequence(), 256)))] if plan.has_room else []
-        paced.launch([scheduled(1, one) for one in plan.answers] + prompts)
+        step = paced.plan(256, [victim, *attackers], set(attackers), is_shared=True)
+        measured.append(step.answers == [victim] and not step.has_time)
+        prompts = [scheduled(min(8, step.room_for(sequence())))] if step.has_time else []
+        paced.launch([scheduled(1, one) for one in step.answers] + prompts)
     assert measured == ([False] * 15 + [True]) * 4
 
 
@@ -185,17 +186,17 @@ class Machine:
         another client, each as dear as `row_s`. Its seconds."""
         own = [sequence("victim") for _ in range(num_answers)]
         others = [sequence("attacker") for _ in range(attackers)]
-        plan = self.pace.plan([*own, *others], set(others), is_shared=attackers > 0)
-        num_tokens = plan.room_for(sequence(), min(256, num_prompt_tokens))
-        plan.take(sequence(), num_tokens)
-        step = [scheduled(1, one) for one in plan.answers]
-        step += [scheduled(num_tokens)] if num_tokens > 1 else []
-        if not step:
+        step = self.pace.plan(256, [*own, *others], set(others), is_shared=attackers > 0)
+        num_tokens = min(step.room_for(sequence()), num_prompt_tokens)
+        step.take_time(sequence(), num_tokens)
+        work = [scheduled(1, one) for one in step.answers]
+        work += [scheduled(num_tokens)] if num_tokens > 1 else []
+        if not work:
             return 0.0
         seconds = self.own_s(num_answers) + self.factor * num_tokens * self.prompt_token_s
-        seconds += self.factor * self.row_s * (len(plan.answers) - num_answers)
+        seconds += self.factor * self.row_s * (len(step.answers) - num_answers)
         seconds *= self.random.uniform(1, 1 + self.noise)
-        self.pace.times.observe(self.pace.launch(step), seconds)
+        self.pace.times.observe(self.pace.launch(work), seconds)
         return seconds
 
     def steps(self, number: int, *args: int) -> list[float]:
