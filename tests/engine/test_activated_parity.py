@@ -316,7 +316,6 @@ def test_beams_of_an_activated_adapter_have_its_log_probs(
         max_num_seqs=12,
         max_num_batched_tokens=20,
         max_model_len=120,
-        max_beam_width=3,
     )
     tasks = (JUDGE, GUARD, None)
     searches = [request(f"s{task}", [i, *ASKED], task, beam_width=3, max_tokens=15) for i, task in enumerate(tasks)]

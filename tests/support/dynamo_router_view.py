@@ -25,7 +25,7 @@ from dynamo.llm import (
 )
 from dynamo.runtime import DistributedRuntime
 
-from multilora_engine.dynamo.kv_events import BlockPublisher
+from multilora_engine.dynamo.reports import BlockPublisher
 from multilora_engine.engine.block_events import BlockEvent, BlockStored
 
 BLOCK_SIZE = 16

@@ -12,7 +12,7 @@ from multilora_engine.engine.engine import Engine
 from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.request import GenerationRequest, TokenLogProb, TokenOutput
 from multilora_engine.sampling.sampler import Choice
-from multilora_engine.sequences.scheduled_sequence import ScheduledSequence
+from multilora_engine.sequences.sequence import ScheduledSequence
 from multilora_kernels import kv_head_dim
 from multilora_kernels.kv_rows import LARGEST_CODES, quantize_rows
 

@@ -12,7 +12,7 @@ import msgspec
 
 from multilora_engine.dynamo.adapters import FleetAdapters
 from multilora_engine.dynamo.answers import END
-from multilora_engine.dynamo.card import AdapterCard
+from multilora_engine.dynamo.cards import AdapterCard
 from multilora_engine.dynamo.catalogue import FleetCatalogue
 from multilora_engine.dynamo.fleet_calls import FleetCalls
 from multilora_engine.dynamo.fleet_messages import (

@@ -5,16 +5,14 @@ nothing from here, so that it also works where ai-dynamo is not installed.
 
 main, options                              the command `multilora-dynamo`, and its options
 worker                                     `DynamoWorker`: an engine process as Dynamo's runtime drives it
-  requests, wire                           reads the requests of Dynamo's front
-  answers, errors                          answers and errors as Dynamo's front reads them
-  engine_calls, streams                    requests to the engine of this worker, and their outputs
-  operators                                `EngineOperator`: questions to the engine about its adapters
-  reports, kv_events, residency_taints     load, known prefixes and adapters in memory, told to Dynamo's router
+  requests                                 reads the requests of Dynamo's front
+  answers                                  answers and errors as Dynamo's front reads them
+  engine_calls, streams                    requests and questions to the engine of this worker, and outputs
+  reports, residency_taints                load, known prefixes and adapters in memory, told to Dynamo's router
   updates                                  `/v1/loras` and other paths of the worker's system server
 catalogue, adapters                        adapters come into the fleet and leave it; the ones this worker answers for
-  card, cards                              the facts about an adapter that a worker publishes
+  cards                                    the facts about an adapter that a worker publishes
   fleet_uploads, page_store                uploads that the fleet knows, and their pages, for other workers
-  source_reader                            reads adapters from the sources
   fleet_calls                              answers the messages of fronts and of other workers
 relay, relay_process                       a front of a fleet: takes the place of its engine process
   front_uploads, fleet_operations          adapters and operators' requests on their way to all workers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from multilora_engine.dynamo.card import AdapterCard, card_of
+from multilora_engine.dynamo.cards import AdapterCard, card_of
 from multilora_engine.dynamo.keyed_locks import KeyedLocks
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.names import task_id_of

@@ -1,4 +1,7 @@
-"""`FleetCatalogue`: takes adapters into the fleet and out of it, and tells the other workers."""
+"""`FleetCatalogue`: takes adapters into the fleet and out of it, and tells the other workers.
+
+`SourceReader` reads adapters from the worker's sources.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +9,71 @@ import asyncio
 import logging
 import random
 from contextlib import aclosing, suppress
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from multilora_engine.config import EngineConfig
 from multilora_engine.dynamo.adapters import FleetAdapters
-from multilora_engine.dynamo.card import AdapterCard, card_of
-from multilora_engine.dynamo.fleet_messages import (
-    NEW_VERSION,
-    Announce,
-    FindUpload,
-    Forget,
-    Found,
-    ReadNews,
-    Upload,
-)
+from multilora_engine.dynamo.cards import AdapterCard, card_of
+from multilora_engine.dynamo.fleet_messages import NEW_VERSION, Announce, FindUpload, Forget, Found, ReadNews, Upload
 from multilora_engine.dynamo.fleet_uploads import FleetUploads, Reader, digest_of, pages_of
 from multilora_engine.dynamo.keyed_locks import KeyedLocks
 from multilora_engine.dynamo.workers import WorkerGone, Workers, checked
-from multilora_engine.errors import InvalidRequest, RequestError
+from multilora_engine.errors import AdapterNotFound, InvalidRequest, PathNotCovered, RequestError
 from multilora_engine.lora.names import TaskId, check_name, number_of, task_id_of, tenant_of
 from multilora_engine.process.messages import adapter_header
 from multilora_wire.adapter_info import AdapterInfo
 from multilora_wire.layout import AdapterLayout
+
+if TYPE_CHECKING:
+    from multilora_engine.lora.layout import PackedAdapter
+    from multilora_engine.lora.sources.fetcher import AdapterFetcher
+
+
+class SourceReader:
+    """Reads the sources of the engine for its worker. The other workers get the adapter from this one, by digest.
+
+    The sources are built when the first adapter is read: that imports torch, which takes seconds and 100 MB.
+    """
+
+    def __init__(self, config: EngineConfig, layout: AdapterLayout) -> None:
+        self._config = config
+        self._layout = layout
+        self._lock = asyncio.Lock()
+        self._fetcher: AdapterFetcher | None = None
+
+    async def read(self, lora_task_id: int, name: str, source: str, path: str) -> PackedAdapter:
+        """The adapter at `path`, from the source of that name only, if one is given.
+
+        Raises PathNotCovered where no source covers the path, and the other RequestErrors of a fetch.
+        """
+        if not self._config.lora.lora_sources:
+            raise PathNotCovered(path, [])
+        async with self._lock:
+            if self._fetcher is None:
+                self._fetcher = await asyncio.to_thread(_build, self._config, self._layout)
+        from multilora_engine.lora.sources.source import AdapterKey
+
+        fetch = self._fetcher.fetch(AdapterKey(lora_task_id, name), source, path)
+        try:
+            return (await asyncio.wrap_future(fetch)).packed
+        except AdapterNotFound as error:
+            raise error.under_name(name) from None
+
+    def close(self) -> None:
+        """End the threads of the sources."""
+        if self._fetcher is not None:
+            self._fetcher.close()
+
+
+def _build(config: EngineConfig, layout: AdapterLayout) -> AdapterFetcher:
+    from multilora_engine.engine.build import build_fetcher
+
+    fetcher = build_fetcher(config, layout)
+    assert fetcher is not None, "there are sources"
+    return fetcher
+
 
 _NEWS_INTERVAL_S = 2.0
 """A worker that was cut off hears the news that it missed within so many seconds."""

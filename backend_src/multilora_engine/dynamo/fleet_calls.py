@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from multilora_engine.dynamo.adapters import FleetAdapters
-from multilora_engine.dynamo.card import card_of
+from multilora_engine.dynamo.cards import card_of
 from multilora_engine.dynamo.catalogue import FleetCatalogue
 from multilora_engine.dynamo.engine_calls import EngineCalls
 from multilora_engine.dynamo.fleet_messages import (

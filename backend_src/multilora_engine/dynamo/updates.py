@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from multilora_engine.dynamo.card import AdapterCard
+from multilora_engine.dynamo.cards import AdapterCard
 from multilora_engine.errors import InvalidRequest, RequestError
 from multilora_engine.process.operations import EventList
 from multilora_wire.adapter_info import AdapterInfo

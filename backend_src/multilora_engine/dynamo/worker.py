@@ -19,21 +19,17 @@ from dynamo.llm import update_model_taints
 
 from multilora_engine.device_defaults import LEAST_HOST_TIER_BYTES, on_device
 from multilora_engine.dynamo.adapters import FleetAdapters
-from multilora_engine.dynamo.answers import CANCELLED, END, Answer, Chunk
+from multilora_engine.dynamo.answers import CANCELLED, END, Answer, Chunk, dynamo_error
 from multilora_engine.dynamo.cards import AdapterCards
-from multilora_engine.dynamo.catalogue import FleetCatalogue
-from multilora_engine.dynamo.engine_calls import EngineCalls
-from multilora_engine.dynamo.errors import dynamo_error
+from multilora_engine.dynamo.catalogue import FleetCatalogue, SourceReader
+from multilora_engine.dynamo.engine_calls import EngineCalls, EngineOperator
 from multilora_engine.dynamo.fleet_calls import FleetCalls
 from multilora_engine.dynamo.fleet_messages import Described, ToWorker, read_worker_request, worker_chunk
 from multilora_engine.dynamo.fleet_uploads import FleetUploads
-from multilora_engine.dynamo.kv_events import BlockPublisher
-from multilora_engine.dynamo.operators import EngineOperator
 from multilora_engine.dynamo.options import WorkerOptions, parse_options
-from multilora_engine.dynamo.reports import StatsReporter
+from multilora_engine.dynamo.reports import BlockPublisher, StatsReporter
 from multilora_engine.dynamo.requests import engine_request, read_request
 from multilora_engine.dynamo.residency_taints import ResidencyTaints
-from multilora_engine.dynamo.source_reader import SourceReader
 from multilora_engine.dynamo.streams import OpenStreams
 from multilora_engine.dynamo.updates import EVENTS, UPDATES, SystemUpdates
 from multilora_engine.dynamo.workers import Workers

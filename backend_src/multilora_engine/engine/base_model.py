@@ -21,7 +21,7 @@ from multilora_engine.engine.build import (
 )
 from multilora_engine.engine.memory import MemoryPlan, give_back_freed_memory, plan_memory
 from multilora_engine.engine_info import CallLimits, ClientPolicy, EngineInfo, read_version
-from multilora_engine.execution.operator_check import check_operators, faults_named
+from multilora_engine.execution.self_test import check_operators, faults_named
 from multilora_engine.execution.step_memory import peak_growth, step_memory
 from multilora_engine.lora.device_tier import TableRows
 from multilora_engine.models.checkpoint import weights_fingerprint

@@ -13,9 +13,9 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.engine.memory import MemoryPlan
 from multilora_engine.errors import ConfigError
 from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, capture_decode, graph_sizes
-from multilora_engine.execution.graph_check import GraphFault, check_graphs, check_pieces
 from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.execution.piecewise_graphs import CudaPieces, Pieces, PiecewiseGraphs, piece_sizes
+from multilora_engine.execution.self_test import GraphFault, check_graphs, check_pieces
 from multilora_engine.execution.warm_up import warm_up
 from multilora_engine.lora.adapter_events import EventLog
 from multilora_engine.lora.arrivals import LoRAManager
@@ -24,9 +24,8 @@ from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import TORCH_DTYPES
 from multilora_engine.lora.free_pages import PagePool
 from multilora_engine.lora.host_tier import HostTier
-from multilora_engine.models.kv_groups import only_group
 from multilora_engine.models.loader import stored_dtype
-from multilora_engine.models.model import Model
+from multilora_engine.models.model import Model, only_group
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.sampling.token_counts import TokenCounts
 from multilora_kernels import HugePages, LoRATables, MemoryAhead

@@ -37,8 +37,7 @@ from multilora_engine.lora.preload import preload_adapters
 from multilora_engine.lora.remote import RemoteAdapters
 from multilora_engine.request import GenerationRequest, TokenOutput
 from multilora_engine.sampling.sampler import Choice, SampledToken
-from multilora_engine.sequences.scheduled_sequence import ScheduledSequence
-from multilora_engine.sequences.sequence import BlockCopy, Sequence, SequenceStatus
+from multilora_engine.sequences.sequence import BlockCopy, ScheduledSequence, Sequence, SequenceStatus
 from multilora_kernels import forget_adapters
 
 _logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import torch
 from multilora_engine.config import EngineConfig
 from multilora_engine.device_defaults import LEAST_HOST_TIER_BYTES
 from multilora_engine.errors import ConfigError
-from multilora_engine.models.kv_groups import kv_groups
+from multilora_engine.models.model import kv_groups
 from multilora_engine.models.model_config import ModelConfig
 from multilora_wire.layout import AdapterLayout, adapter_pages, whole_pages
 

@@ -9,8 +9,7 @@ from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from multilora_engine.engine.engine_stats import PaceStats
-from multilora_engine.sequences.scheduled_sequence import ScheduledSequence
-from multilora_engine.sequences.sequence import Sequence
+from multilora_engine.sequences.sequence import ScheduledSequence, Sequence
 
 _TARGET_MULTIPLE = 2.5
 """Without a target in seconds, a step may take so many times as long as the running answers' own tokens."""

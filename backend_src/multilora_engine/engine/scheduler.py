@@ -13,8 +13,7 @@ from multilora_engine.engine.kv_cache import BlockAllocator
 from multilora_engine.engine.pace import Pace, Step, num_rows
 from multilora_engine.lora.adapter_state import CachedAdapter
 from multilora_engine.lora.memory_tiers import MemoryTiers
-from multilora_engine.sequences.scheduled_sequence import ScheduledSequence
-from multilora_engine.sequences.sequence import BlockCopy, Sequence, SequenceStatus
+from multilora_engine.sequences.sequence import BlockCopy, ScheduledSequence, Sequence, SequenceStatus
 
 MAX_PROMPT_WAIT_S = 10.0
 """A prompt that waits longer goes before later ones."""

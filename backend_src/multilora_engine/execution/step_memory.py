@@ -15,8 +15,7 @@ from multilora_engine.batch.forward_batch import ForwardBatch, KVCache, TokenLoR
 from multilora_engine.config import EngineConfig
 from multilora_engine.execution.cuda_graphs import graph_sizes
 from multilora_engine.execution.piecewise_graphs import piece_sizes
-from multilora_engine.models.kv_groups import only_group
-from multilora_engine.models.model import Model
+from multilora_engine.models.model import Model, only_group
 from multilora_kernels import LoRATables
 
 Measure = Callable[[Callable[[], object]], int]

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from multilora_engine.batch.forward_batch import KVCache
-from multilora_engine.execution.operator_check import faults_named
-from multilora_engine.execution.start_progress import StartProgress
+from multilora_engine.execution.self_test import StartProgress, faults_named
 from multilora_engine.execution.step_memory import step_lens, trial_batch
 from multilora_engine.models.model import Model
 from multilora_kernels import LoRATables, SamplingRule, forbid_tokens, penalise_tokens, sample_tokens

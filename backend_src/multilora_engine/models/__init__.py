@@ -10,5 +10,4 @@ decoder                                    `Decoder`: embeddings, layers, norm, 
 weights, builder, quantization/            how weights are stored, and which tensors of a checkpoint fill them
 loader, checkpoint                         reads the files of a checkpoint
 model_config, hf_config, rope_config       `config.json`, read and checked
-kv_groups                                  shapes of keys and values
 """

@@ -14,9 +14,8 @@ import torch
 
 from multilora_engine.batch.forward_batch import ForwardBatch, KVCache, LoRABatch, TokenLoRAs
 from multilora_engine.models.builder import Builder
-from multilora_engine.models.kv_groups import KVGroup, kv_groups
 from multilora_engine.models.layers import Attend, Layer, LayerInputs
-from multilora_engine.models.model import HiddenStates
+from multilora_engine.models.model import HiddenStates, KVGroup, kv_groups
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.norms import Norm, RMSNorm
 from multilora_engine.models.rotary import RotaryEmbedding, Rotation

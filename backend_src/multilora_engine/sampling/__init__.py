@@ -2,6 +2,5 @@
 
 logits         applies biases, penalties, bad words and guides
 token_counts   counts each sequence's tokens on the device
-sampler        chooses each sequence's next token
-beam_ranking   finds the likeliest continuations of beams
+sampler        chooses each sequence's next token, and the likeliest continuations of beams
 """

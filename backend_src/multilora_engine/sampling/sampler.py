@@ -11,12 +11,31 @@ from numpy.typing import NDArray
 
 from multilora_engine.batch.transfer import FromDevice, to_device
 from multilora_engine.request import TokenLogProb
-from multilora_engine.sampling.beam_ranking import rank_continuations
 from multilora_engine.sampling.logits import adjust_logits
 from multilora_engine.sampling.token_counts import DeviceTokens
 from multilora_engine.sequences.beam_search import Continuations
 from multilora_engine.sequences.sequence import Sequence, for_each_alone
 from multilora_kernels import SamplingRule, most_probable, rule_parameters, sample_tokens
+
+_MIN_BEAM_TEMPERATURE = torch.finfo(torch.float32).tiny
+"""The smallest normal float32: nothing rounds it to zero."""
+
+
+@torch.inference_mode()
+def rank_continuations(logits: torch.Tensor, beams: list[Sequence]) -> list[Continuations]:
+    """The likeliest continuations of each beam. The beams may belong to several searches.
+
+    logits: [len(beams), vocab], float32, after biases, penalties and bans.
+    """
+    count = min(max(beam.search.num_candidates for beam in beams if beam.search is not None), logits.shape[1])
+    temperatures = [[max(beam.request.sampling.temperature, _MIN_BEAM_TEMPERATURE)] for beam in beams]
+    scores = [[beam.score] for beam in beams]
+    # The largest logit becomes 0 first. So a small temperature makes infinities only of tokens that have no chance.
+    below_best = logits - logits.amax(dim=-1, keepdim=True)
+    log_probs = (below_best / to_device(torch.tensor(temperatures), logits.device)).log_softmax(dim=-1)
+    best = (log_probs + to_device(torch.tensor(scores), logits.device)).topk(count, dim=-1)
+    return [Continuations(*row) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+
 
 _MIN_TEMPERATURE = 1e-6
 """Smaller temperatures would always draw the most probable token, too, but their divisions make infinities."""

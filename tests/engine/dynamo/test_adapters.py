@@ -11,7 +11,7 @@ import pytest
 from support.adapters import wire_adapter
 from support.fake_fleet import BASE, LAYOUT, FakeFleet, FakeWorker
 
-from multilora_engine.dynamo.card import AdapterCard
+from multilora_engine.dynamo.cards import AdapterCard
 from multilora_engine.dynamo.fleet_messages import NEW_VERSION, Describe, Found, Upload
 from multilora_engine.dynamo.fleet_uploads import UploadLost, pages_of
 from multilora_engine.dynamo.updates import EVENTS, SystemUpdates, path_of
@@ -131,7 +131,7 @@ def test_weights_that_are_where_nobody_reaches_are_not_lost(fleet: FakeFleet) ->
     with pytest.raises(UploadLost) as lost:
         run(fleet[2].uploads.bring(X))
     assert lost.value.may_be_elsewhere
-    errors = pytest.importorskip("multilora_engine.dynamo.errors", reason="ai-dynamo is not installed")
+    errors = pytest.importorskip("multilora_engine.dynamo.answers", reason="ai-dynamo is not installed")
     assert type(errors.dynamo_error(lost.value)).__name__ == "EngineShutdown"
 
 

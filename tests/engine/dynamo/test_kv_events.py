@@ -13,7 +13,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from multilora_engine.dynamo.kv_events import BlockPublisher, block_hash
+from multilora_engine.dynamo.reports import BlockPublisher, block_hash
 from multilora_engine.engine.block_events import BlockEvent, BlockEvents, BlockRemoved, BlockStored
 from multilora_engine.engine.kv_cache import BlockAllocator
 from multilora_engine.lora.adapter_state import CachedAdapter, Version

@@ -136,7 +136,11 @@ def test_prompts_of_different_salts_are_of_different_tenants() -> None:
         ({"sampling_options": {"guided_decoding": {"choice": ["a"], "regex": "b"}}}, InvalidRequest, "one of them"),
         ({"stop_conditions": {"max_thinking_tokens": 5}}, Unsupported, "max_thinking_tokens"),
         ({"stop_conditions": {"max_tokens": 3, "min_tokens": 4}}, InvalidRequest, "min_tokens is 4"),
-        ({"stop_conditions": {"stop": ["w"] * 99_999}}, InvalidRequest, "max_words_per_request"),
+        (
+            {"stop_conditions": {"stop": ["w"] * 99_999}},
+            InvalidRequest,
+            "99999 stop words and bad words in all; a request may have 12",
+        ),
         ({"multi_modal_data": {"image_url": ["u"]}}, Unsupported, "images"),
         ({"token_ids": ["a"]}, InvalidRequest, "token_ids"),
         ({"routing": {"lora_name": "../up"}}, InvalidRequest, "not plain"),

@@ -16,7 +16,7 @@ from support.interpreted_engine import make_engine
 
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.engine import base_model
-from multilora_engine.execution import operator_check
+from multilora_engine.execution import self_test
 from multilora_kernels import cuda
 from multilora_kernels.self_test import OperatorFault, OperatorShapes
 
@@ -44,7 +44,7 @@ def _break(monkeypatch: pytest.MonkeyPatch, operator: str) -> None:
 @pytest.fixture(autouse=True)
 def short_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference of attention takes a second for a context of thousands."""
-    monkeypatch.setattr(operator_check, "OperatorShapes", partial(OperatorShapes, contexts=(1, 17, 40)))
+    monkeypatch.setattr(self_test, "OperatorShapes", partial(OperatorShapes, contexts=(1, 17, 40)))
 
 
 @pytest.mark.parametrize("operator", ["lora_apply", "rotary_attention", "silu_mul", "quantized_linear"])

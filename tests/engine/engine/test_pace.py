@@ -20,8 +20,7 @@ from multilora_engine.engine.engine import Engine
 from multilora_engine.engine.engine_stats import PaceStats
 from multilora_engine.engine.pace import Pace, Step, StepTimes, StepWork
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
-from multilora_engine.sequences.scheduled_sequence import ScheduledSequence
-from multilora_engine.sequences.sequence import Sequence
+from multilora_engine.sequences.sequence import ScheduledSequence, Sequence
 from multilora_engine.text.text_stream import TextStream
 
 

@@ -23,8 +23,7 @@ from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
-from multilora_engine.sequences.scheduled_sequence import ScheduledSequence
-from multilora_engine.sequences.sequence import Sequence, SequenceStatus
+from multilora_engine.sequences.sequence import ScheduledSequence, Sequence, SequenceStatus
 from multilora_engine.text.text_stream import TextStream
 
 MAX_LORAS = 2

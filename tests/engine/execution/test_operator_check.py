@@ -9,7 +9,7 @@ import torch
 from transformers import Cohere2Config, Cohere2ForCausalLM, Glm4Config, Glm4ForCausalLM, PreTrainedModel
 
 from checkpoints.tiny_llama import save_tiny_llama
-from multilora_engine.execution.operator_check import faults_named, operator_shapes
+from multilora_engine.execution.self_test import faults_named, operator_shapes
 from multilora_engine.lora.device_tier import TableRows
 from multilora_engine.models.loader import load_model
 from multilora_engine.models.weights import Placement

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from multilora_engine.batch.forward_batch import ForwardBatch
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
-from multilora_engine.execution import prompt_scoring
+from multilora_engine.execution import model_runner
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.models.decoder import Decoder
 from multilora_engine.request import GenerationRequest, SamplingParams
@@ -209,7 +209,7 @@ def test_the_logits_of_many_tokens_never_exist_at_once(
     requests = [scoring(f"r{i}", prompt_of(129, seed=i), None, 1, max_tokens=0) for i in range(3)]
     run_all(engine, requests)
     assert sum(num_rows) == 3 * 129
-    assert max(num_rows) <= prompt_scoring._ROWS_AT_ONCE
+    assert max(num_rows) <= model_runner._ROWS_AT_ONCE
 
 
 class RecordingGraphs:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from multilora_engine.execution.start_progress import StartProgress
+from multilora_engine.execution.self_test import StartProgress
 
 
 class _Heard(logging.Handler):
@@ -27,7 +27,7 @@ class _Heard(logging.Handler):
 def test_an_item_that_takes_long_is_told_again_and_again_and_the_end_ends_it() -> None:
     first, second = threading.Event(), threading.Event()
     heard = _Heard(first, second)
-    logger = logging.getLogger("multilora_engine.execution.start_progress")
+    logger = logging.getLogger("multilora_engine.execution.self_test")
     before = logger.level
     logger.addHandler(heard)
     logger.setLevel(logging.INFO)

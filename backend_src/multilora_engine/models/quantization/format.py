@@ -13,8 +13,7 @@ import torch
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.checkpoint import Checkpoint
-from multilora_engine.models.quantization.arrays import STORED_DTYPES, as_array
-from multilora_engine.models.quantization.part import PartFilling, QuantizedPart
+from multilora_engine.models.quantization.part import STORED_DTYPES, PartFilling, QuantizedPart, as_array
 from multilora_engine.models.quantization.weights import CodedWeight, StackedWeight
 from multilora_engine.models.weights import (
     EmbeddingWeight,

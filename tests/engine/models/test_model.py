@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multilora_engine.models.kv_groups import KVGroup, only_group
+from multilora_engine.models.model import KVGroup, only_group
 
 GROUP = KVGroup(num_layers=3, num_kv_heads=2, head_dim=8)
 

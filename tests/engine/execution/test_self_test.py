@@ -22,9 +22,9 @@ from multilora_engine.engine.build import capture_graphs, capture_pieces
 from multilora_engine.engine.engine import Engine
 from multilora_engine.engine.memory import MemoryPlan
 from multilora_engine.execution.cuda_graphs import Capture, DecodeGraphs
-from multilora_engine.execution.graph_check import GraphFault
 from multilora_engine.execution.piecewise_graphs import CudaPieces, Pieces, PiecewiseGraphs, piece_sizes
-from multilora_engine.models.kv_groups import only_group
+from multilora_engine.execution.self_test import GraphFault
+from multilora_engine.models.model import only_group
 from multilora_engine.request import GenerationRequest, SamplingParams
 
 MAX_NUM_SEQS, MAX_LEN = 5, 64
