@@ -11,8 +11,6 @@ prefill    of one long prompt, in the chunks the engine is configured for, with 
 prefix     time to the first token of a prompt, when the cache has most of it from another one and when it has not
 adapters   decoding 16 sequences with one adapter or 16 different ones on all linear layers, and with adapters that are
            loaded but not used, against the engine without any
-peft       whole answers to 16 prompts at once, each with an adapter of its own, beside transformers + PEFT on the same
-           adapters in one mixed batch (`adapter_names`): tokens a second, and the time between tokens
 overhead   what a step of 64 sequences costs beside the model, on one core: scheduling, batch, sampling, text, emission.
            The model is a tiny one, so that nothing else happens
 
@@ -41,8 +39,7 @@ from rich.progress import Progress
 from benchmarks.adapter_bench import random_wire
 from benchmarks.engine_bench import CHUNK, GREEDY, NUM_ADAPTERS, RANK, WARM_UP_STEPS, Bench, RepeatedLimits, Work
 from benchmarks.machine_limits import matrix_rate
-from benchmarks.peft_baseline import PeftBaseline
-from benchmarks.results import Row, at_least, at_most, p99, report, threads_title
+from benchmarks.results import Row, at_least, at_most, report, threads_title
 from checkpoints.prepare_default_model import ensure_default_checkpoint
 from checkpoints.quantized_default_model import SchemeName, ensure_quantized_checkpoint
 from checkpoints.telling_adapters import save_plain_tokenizer
@@ -71,9 +68,6 @@ IN_BFLOAT16 = " in bfloat16"
 
 MAX_OVERHEAD_MS = 2
 """The goal: the most time that a step takes beside the model."""
-
-Answerer = Callable[[list[list[int]], int], tuple[list[list[int]], list[float]]]
-"""Prompts and the length of the answers to the answers' tokens, and to the times at which tokens were there."""
 
 MIXED = (
     SamplingParams(1),
@@ -246,38 +240,6 @@ def adapter_rows(bench: Bench, context: int, rounds: int, num_steps: int) -> lis
     ]
 
 
-def peft_rows(bench: Bench, rounds: int, prompt_tokens: int, output_tokens: int) -> list[Row]:
-    """Throughput and pauses of the engine and of transformers + PEFT, and how many of the answers are the same."""
-    n, seconds, pauses = NUM_ADAPTERS, defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
-    baseline = PeftBaseline(Path(bench.engine.info.model_path), n, RANK)
-    with tempfile.TemporaryDirectory(prefix="multilora-bench-") as directory:
-        for number in range(n):
-            adapter = baseline.packed(number, bench.engine.info.adapter_layout, Path(directory))
-            bench.engine.put_adapter(number, adapter)
-    contestants: dict[str, Answerer] = {"engine": bench.answer, "transformers + PEFT": baseline.answer}
-    num_same = 0
-    for _ in range(rounds):
-        prompts, answers = [bench.prompt(prompt_tokens) for _ in range(n)], []
-        for name, answer in contestants.items():
-            started = time.perf_counter()
-            token_ids, times = answer(prompts, output_tokens)
-            seconds[name].append(times[-1] - started)
-            pauses[name] += [later - earlier for earlier, later in itertools.pairwise(times)]
-            answers.append(token_ids)
-        num_same += sum(ours == theirs for ours, theirs in zip(*answers, strict=True))
-    for number in range(n):
-        bench.engine.loras.unload(number)
-    rates = {name: n * output_tokens / statistics.median(values) for name, values in seconds.items()}
-    ratio = rates["engine"] / rates["transformers + PEFT"]
-    return [
-        *(Row(f"peft: {name}", rate, "tokens/s") for name, rate in rates.items()),
-        *(Row(f"peft: {name}, median between tokens", statistics.median(p) * 1e3, "ms") for name, p in pauses.items()),
-        *(Row(f"peft: {name}, p99 between tokens", p99(p) * 1e3, "ms") for name, p in pauses.items()),
-        Row("peft: answers that are the same", num_same / (rounds * n), "x"),
-        at_least("peft: engine against transformers + PEFT", ratio, "x", 3.0),
-    ]
-
-
 def overhead_rows(rounds: int, num_steps: int, num_sequences: int) -> list[Row]:
     """Milliseconds of a step outside of the model's forward pass and its logits."""
     values: defaultdict[str, list[float]] = defaultdict(list)
@@ -369,7 +331,7 @@ def main(
     output: Annotated[Path, typer.Option(help="Folder for engine.csv.")] = Path("bench_results"),
     part: Annotated[
         list[str],
-        typer.Option(help="Measure only this: decode, bfloat16, prefill, prefix, adapters, peft, overhead."),
+        typer.Option(help="Measure only this: decode, bfloat16, prefill, prefix, adapters, overhead."),
     ] = [],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="Repetitions of everything that is compared.")] = 5,
     steps: Annotated[int, typer.Option(help="Decode steps of one repetition.")] = 8,
@@ -403,7 +365,6 @@ def main(
         "prefill": lambda: prefill_rows(benches, rounds, prompt),
         "prefix": lambda: prefix_rows(bench, rounds, num_shared=1000, num_own=32),
         "adapters": lambda: adapter_rows(bench, context, rounds, steps),
-        "peft": lambda: peft_rows(bench, rounds, prompt_tokens=128, output_tokens=64),
         "overhead": lambda: overhead_rows(rounds, steps, 64),
     }
     if update_docs and part and "decode" not in part:

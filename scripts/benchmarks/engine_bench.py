@@ -152,23 +152,6 @@ class Bench:
             seconds += time.perf_counter() - started
         return seconds
 
-    def answer(self, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], list[float]]:
-        """Greedy answers, prompt i with adapter i, and the ends of all steps that gave tokens."""
-        answers: dict[str, list[int]] = {}
-        for task, prompt in enumerate(prompts):
-            request_id = f"bench-{next(self._request_ids)}"
-            answers[request_id] = []
-            sampling = SamplingParams(max_tokens=num_tokens, end_id=-1)
-            self.engine.add_request(GenerationRequest(request_id, prompt, sampling, task))
-        times = []
-        while self.engine.has_work:
-            outputs = self.engine.step()
-            if outputs:
-                times.append(time.perf_counter())
-            for output in outputs:
-                answers[output.request_id] += output.token_ids
-        return list(answers.values()), times
-
     def step_seconds(self, num_steps: int) -> list[float]:
         """The seconds of each of the next steps."""
         return [seconds_of(self.engine.step) for _ in range(num_steps)]

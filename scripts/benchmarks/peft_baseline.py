@@ -10,11 +10,6 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
-from multilora_client.convert import convert_peft
-from multilora_engine.lora.format import pack_adapter
-from multilora_engine.lora.layout import PackedAdapter
-from multilora_wire.layout import AdapterLayout
-
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -33,12 +28,6 @@ class PeftBaseline:
             if ".lora_" in name:
                 parameter.data.normal_(std=0.02)
         self._model.eval()
-
-    def packed(self, number: int, layout: AdapterLayout, directory: Path) -> PackedAdapter:
-        """An adapter as a client would send it; saved in `directory` on the way."""
-        self._model.save_pretrained(str(directory), selected_adapters=[_name(number)])
-        tensors = convert_peft(directory / _name(number), "float32")
-        return pack_adapter(torch.from_numpy(tensors.weights), torch.from_numpy(tensors.config), layout)
 
     def save(self, directory: Path) -> list[Path]:
         """All adapters as PEFT saves them, a directory each."""

@@ -37,7 +37,14 @@ def has_ended(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.fixture(params=["multilora-serve", "tritonserver"])
+@pytest.fixture(
+    params=[
+        "multilora-serve",
+        pytest.param(
+            "tritonserver", marks=pytest.mark.long(reason="a server of its own; it dies with multilora-serve, too")
+        ),
+    ]
+)
 def orphans(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[psutil.Process, list[psutil.Process]]]:
     """A process of a server, and all processes that it has started, and they."""
     serve = [sys.executable, "-m", "multilora_engine.tritonserver.launch", "--http-port=0", "--grpc-port=0"]

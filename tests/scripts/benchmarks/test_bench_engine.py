@@ -21,7 +21,6 @@ from benchmarks.bench_engine import (
     decode_rows,
     model_seconds,
     overhead_rows,
-    peft_rows,
     prefill_rows,
     prefix_rows,
     save_tiny_model,
@@ -112,14 +111,6 @@ def test_steps_in_bfloat16_are_measured_against_products_of_bfloat16_where_there
     steps = {f"decode {n}, bfloat16 in bfloat16{which}" for n in BATCHES for which in ("", ": of the limit")}
     assert {row.what for row in results} == machine | steps
     assert all(row.value > 0 for row in results)
-
-
-def test_the_engine_and_peft_are_asked_for_the_same_answers(bench: Bench) -> None:
-    values = {row.what: row.value for row in peft_rows(bench, rounds=1, prompt_tokens=5, output_tokens=4)}
-    assert values["peft: answers that are the same"] == 1
-    assert values["peft: engine"] > 0
-    assert values["peft: transformers + PEFT"] > 0
-    assert bench.engine.stats.num_cached_adapters == 0
 
 
 def decode(*counts: int) -> list[Row]:
