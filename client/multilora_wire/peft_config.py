@@ -132,6 +132,7 @@ _PLAIN_PATTERN = re.compile(r"[\w.|^$\\-]{0,1000}", re.ASCII)
 """Names of modules, alternatives, anchors and escapes: no expression of these takes long to match."""
 
 _PATTERNS_PER_COLUMN = 2
+_CHARS_PER_PATTERN = 64
 _MAX_BLOCK_NAMES = 1024
 
 
@@ -442,6 +443,12 @@ def _compiled(
     if max_patterns is not None and len(patterns) > max_patterns:
         raise PeftError(
             f"{PEFT_CONFIG_FILE}: {field} has {len(patterns)} entries, an adapter of this model {max_patterns} at most"
+        )
+    num_chars = sum(map(len, patterns))
+    if max_patterns is not None and num_chars > (most := _CHARS_PER_PATTERN * max_patterns):
+        raise PeftError(
+            f"{PEFT_CONFIG_FILE}: {field} has {num_chars} characters of patterns, an adapter of this model {most} at "
+            "most"
         )
     for pattern, value in patterns.items():
         if not trusts and _PLAIN_PATTERN.fullmatch(pattern) is None:

@@ -5,6 +5,7 @@ A request has the form of the wire: tensors whose names, types, shapes and bytes
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from trials.wire_requests import (
     WireRequest,
     WireTensor,
     random_adapter,
+    random_files,
     tensor,
     text_tensor,
     valid_request,
@@ -204,6 +206,42 @@ def _broken_adapter(random: Random, request: WireRequest, facts: ModelFacts) -> 
             weights.shape, weights.data = [2, *weights.shape[1:]], weights.data * 2
 
 
+def _broken_files(random: Random, request: WireRequest, facts: ModelFacts) -> None:
+    """Adds an adapter as PEFT's files under an id of its own, with one fault or with sizes of another model."""
+    parts = random_files(random, random.getrandbits(64) | 2**63, facts)
+    _, config, weights = parts
+    for part in parts:
+        request.put(part)
+    header_bytes = int.from_bytes(weights.data[:8], "little")
+    match random.randrange(9):
+        case 0:
+            request.tensors.remove(random.choice((weights, config)))
+        case 1:
+            weights.data = weights.data[: random.randrange(len(weights.data))]
+            weights.shape = [1, len(weights.data)]
+        case 2:
+            place = random.randrange(8 + header_bytes)
+            weights.data = weights.data[:place] + bytes([random.randrange(256)]) + weights.data[place + 1 :]
+        case 3:
+            weights.data = weights.data[: 8 + header_bytes] + b"\xff" * (len(weights.data) - 8 - header_bytes)
+        case 4:
+            text = random.choice(
+                ("", "{", "[" * 200_000, "null", '{"r": 1e999}', '{"peft_type": "IA3"}', "x" * (2 << 20))
+            )
+            request.put(text_tensor("lora_peft_config", text))
+        case 5:
+            fields = {"r": 2, "lora_alpha": 2, "rank_pattern": {"(a+)+$": 2}, "target_modules": "(a|a)*$"}
+            request.put(text_tensor("lora_peft_config", json.dumps(fields)))
+        case 6:
+            for part in random_adapter(random, random.getrandbits(64) | 2**63, facts):
+                request.put(part)
+        case 7:
+            weights.shape = [2, *weights.shape[1:]]
+            weights.data *= 2
+        case _:
+            pass
+
+
 def _broken_chat(random: Random, request: WireRequest, facts: ModelFacts) -> None:
     chats = ["", "[", "{}", "null", "[]", "[1]", '[{"role": "user"}]', '[{"role": 7, "content": "x"}]', "[" * 5000]
     chats += ['{"messages": 1}', '[{"role": "user", "content": {"a": [1]}}]', '"text"', "1e999", '[{"role": "nobody"}]']
@@ -291,6 +329,7 @@ MUTATIONS: Mapping[str, Callable[[Random, WireRequest, ModelFacts], None]] = {
     "strange text": _strange_text,
     "huge text": _huge_text,
     "broken adapter": _broken_adapter,
+    "broken files": _broken_files,
     "broken chat": _broken_chat,
     "broken guide": _broken_guide,
     "stop": _stop,

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save
 from tritonclient.utils import serialize_byte_tensor, triton_to_np_dtype
 
 CACHED_TASK_ID = 900_000_001
@@ -101,6 +102,21 @@ def random_adapter(random: Random, task_id: int, facts: ModelFacts) -> list[Wire
         tensor("lora_task_id", [task_id], "UINT64"),
         tensor("lora_weights", weights, "FP16"),
         tensor("lora_config", [[module, layer, rank] for module, layer in chosen], "INT32"),
+    ]
+
+
+def random_files(random: Random, task_id: int, facts: ModelFacts) -> list[WireTensor]:
+    """The inputs of an adapter as PEFT's files, whose header is in order, but whose sizes no model needs to have."""
+    rank, layer = random.choice((1, 2, 4)), random.randrange(facts.num_layers)
+    key = f"base_model.model.model.layers.{layer}.{random.choice(('self_attn.q_proj', 'mlp.down_proj'))}"
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["q_proj", "down_proj"]}
+    size = random.choice((8, 576))
+    tensors = {f"{key}.lora_A.weight": (rank, size), f"{key}.lora_B.weight": (size, rank)}
+    weights = save({name: np.full(shape, 0.01, np.float16) for name, shape in tensors.items()})
+    return [
+        tensor("lora_task_id", [task_id], "UINT64"),
+        text_tensor("lora_peft_config", json.dumps(config)),
+        tensor("lora_peft_weights", np.frombuffer(weights, np.uint8), "UINT8"),
     ]
 
 

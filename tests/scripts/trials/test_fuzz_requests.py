@@ -21,6 +21,8 @@ SPECS = {
     "lora_weights": InputSpec("FP16", (-1, -1)),
     "lora_weights_bf16": InputSpec("BF16", (-1, -1)),
     "lora_config": InputSpec("INT32", (-1, -1)),
+    "lora_peft_config": InputSpec("BYTES", (1,)),
+    "lora_peft_weights": InputSpec("UINT8", (-1,)),
     "streaming": InputSpec("BOOL", (1,)),
 }
 FACTS = ModelFacts(dict.fromkeys(DOORS.values(), SPECS), {1: 96, 4: 64}, num_layers=2, vocab_size=300)

@@ -142,6 +142,10 @@ def _too_many(folder: Path) -> None:
             "adapter_config.json has 30.... bytes, at most 262144 are read",
         ),
         (lambda folder: _edit(folder, rank_pattern={f"a{i}": 4 for i in range(200)}), "rank_pattern has 200 entries"),
+        (
+            lambda folder: _edit(folder, alpha_pattern={"|" * 900 + str(i): 4 for i in range(8)}),
+            "alpha_pattern has 7208 characters of patterns, an adapter of this model 2688 at most",
+        ),
         (lambda folder: _edit(folder, alpha_pattern=["a"]), r"alpha_pattern is \['a'\], an object is expected"),
         (lambda folder: (folder / "adapter_config.json").write_text("}"), "adapter_config.json is not JSON"),
     ],
