@@ -1,8 +1,7 @@
-"""`EngineConfig`: every parameter of the engine, its default, and every check that the parameters alone allow; those of
-adapters are in `lora_config`.
+"""`EngineConfig`: every parameter of the engine, its default, and every check that the parameters alone allow.
 
-A check against the device, its memory, the checkpoint or a directory is where the engine reads these: engine/build.py,
-engine/memory.py, lora/disk_tier.py. It raises `ConfigError`, too.
+The parameters of adapters are in `lora_config`. A check against the device, its memory, the checkpoint or a directory
+is where the engine reads these (engine/build.py, engine/memory.py, lora/disk_tier.py), and raises `ConfigError`, too.
 
 The values come from the `parameters` block of `model_repository/generation/config.pbtxt` as strings. An empty value, or
 one that is only a reference to an unset environment variable (`${NAME}`), means the default. An unknown name or an
@@ -297,3 +296,36 @@ def _name_of(place: tuple[int | str, ...]) -> str:
     """A parameter, or a value in one that is a list. Behind a parameter of several types stands that of the mistake."""
     is_in_list = len(place) > 1 and isinstance(place[1], int)
     return ".".join(map(str, place if is_in_list else place[:1]))
+
+
+CPU_STEP_TOKENS = 256
+"""A prompt's chunk of some hundred milliseconds."""
+
+_GPU_STEP_TOKENS = 2048
+"""Fewer tokens of prompts wait for a GPU's weights rather than for its arithmetic."""
+
+_CPU_MAX_LORAS = 32
+
+LEAST_HOST_TIER_BYTES = 1 << 30
+
+
+def on_device(config: EngineConfig, device: str) -> EngineConfig:
+    """The configuration with the device's numbers in place of 0, and the device's choices in place of `auto`.
+
+    A GPU's `enable_cuda_graphs` stays `auto` until the graphs have been tried. device: "cpu", "cuda" or "cuda:0".
+    """
+    is_gpu = device.startswith("cuda")
+    num_tokens = max(config.max_num_seqs, _GPU_STEP_TOKENS if is_gpu else CPU_STEP_TOKENS)
+    max_loras = config.max_num_seqs if is_gpu else _CPU_MAX_LORAS
+    lora = config.lora.model_copy(update={"max_loras": config.lora.max_loras or max_loras})
+    has_auto_scheduling, has_auto_graphs = (
+        value == "auto" for value in (config.enable_async_scheduling, config.enable_cuda_graphs)
+    )
+    return config.model_copy(
+        update={
+            "max_num_batched_tokens": config.max_num_batched_tokens or num_tokens,
+            "lora": lora,
+            "enable_async_scheduling": is_gpu if has_auto_scheduling else config.enable_async_scheduling,
+            "enable_cuda_graphs": False if has_auto_graphs and not is_gpu else config.enable_cuda_graphs,
+        }
+    )

@@ -15,8 +15,7 @@ import msgspec
 import torch
 
 from benchmarks.machine_limits import Limits, PlainLoops, Yardsticks, matrix_rate, seconds_of
-from multilora_engine.config import EngineConfig
-from multilora_engine.device_defaults import CPU_STEP_TOKENS
+from multilora_engine.config import CPU_STEP_TOKENS, EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.engine.memory import kv_bytes_per_token
 from multilora_engine.lora_config import LoRAConfig

@@ -15,8 +15,7 @@ from tritonclient.grpc import service_pb2
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
-from multilora_engine.client_header import bearer
-from multilora_wire.headers import CLIENT_HEADER
+from multilora_wire.headers import CLIENT_HEADER, bearer
 
 TIMEOUT_S = 150.0
 """The time limit of one request."""

@@ -29,8 +29,7 @@ from dynamo.common.configuration.groups.runtime_args import DynamoRuntimeArgGrou
 from dynamo.llm import KvRouter, KvRouterConfig, RoutingConstraints
 from dynamo.runtime import DistributedRuntime
 
-from multilora_engine.config import EngineConfig
-from multilora_engine.device_defaults import LEAST_HOST_TIER_BYTES
+from multilora_engine.config import LEAST_HOST_TIER_BYTES, EngineConfig
 from multilora_engine.dynamo.fleet_connection import FleetConnection, Link
 from multilora_engine.dynamo.fleet_messages import Describe, Described
 from multilora_engine.dynamo.fleet_operations import FleetOperator

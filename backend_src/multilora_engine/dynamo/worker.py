@@ -17,7 +17,7 @@ from dynamo.common.backend.health_check import build_health_check_payload, is_pr
 from dynamo.common.backend.publisher import PushSource
 from dynamo.llm import update_model_taints
 
-from multilora_engine.device_defaults import LEAST_HOST_TIER_BYTES, on_device
+from multilora_engine.config import LEAST_HOST_TIER_BYTES, on_device
 from multilora_engine.dynamo.adapters import FleetAdapters
 from multilora_engine.dynamo.answers import CANCELLED, END, Answer, Chunk, dynamo_error
 from multilora_engine.dynamo.cards import AdapterCards

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 
-from multilora_engine.config import EngineConfig
-from multilora_engine.device_defaults import on_device
+from multilora_engine.config import EngineConfig, on_device
 from multilora_engine.engine.accounts import Accounts
 from multilora_engine.engine.admission import Admission, LiveRequests, NewSequences, QueueLimits
 from multilora_engine.engine.answers import Answers

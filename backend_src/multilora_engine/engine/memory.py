@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from multilora_engine.config import EngineConfig
-from multilora_engine.device_defaults import LEAST_HOST_TIER_BYTES
+from multilora_engine.config import LEAST_HOST_TIER_BYTES, EngineConfig
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.model import kv_groups
 from multilora_engine.models.model_config import ModelConfig

@@ -2,8 +2,8 @@
 
 triton_model                               generation, generation_unary: the wiring of
   generation_front, front                  a request accepted; the engine as a model sees it
-  request_parser                           the call that its tensors ask for, checked
-  sampling_inputs, unsupported             how tokens are chosen; inputs that this server has no use for
+  request_parser                           the call that its tensors ask for, checked; how tokens are chosen
+  unsupported                              inputs that this server has no use for
   senders                                  the rights of its sender
   sent_adapter, uploads                    an adapter that comes with it; amounts that are under way
   ordered_jobs                             long jobs, in order

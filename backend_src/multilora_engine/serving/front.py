@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from multilora_engine.client_header import CANARY_KEY_VARIABLE
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import MAX_REQUEST_ID_CHARS, InternalError, InvalidRequest, RequestError
 from multilora_engine.process.client import EngineClient
@@ -20,6 +19,7 @@ from multilora_engine.serving.replies import Responder
 from multilora_engine.serving.senders import Rights, SenderBook
 from multilora_engine.serving.triton_api import TritonRequest
 from multilora_engine.text.tokenizer import Tokenizer
+from multilora_wire.headers import CANARY_KEY_VARIABLE
 
 _FIRST_CONTACT_S = 5.0
 """All models load at the same time; `generation` is ready a moment before the others have heard of its engine."""

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from multilora_engine.client_header import PASSED_ON
 from multilora_engine.errors import ConfigError
 from multilora_engine.tritonserver.installation import has_flag
 from multilora_engine.tritonserver.shared_memory import RegionClaim
 from multilora_engine.tritonserver.upstream_models import UpstreamModels
+from multilora_wire.headers import CLIENT_HEADER, KEY_HEADER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ _MAX_INPUT_FLAG = "--http-max-input-size"
 
 def hardening_arguments(options: ServerOptions, executable: Path) -> list[str]:
     """Arguments of the server. Raises ConfigError for options that contradict each other, or that this server lacks."""
-    headers = f"(?i)^({'|'.join(PASSED_ON)})$"
+    headers = f"(?i)^({CLIENT_HEADER}|{KEY_HEADER})$"
     return [
         *_restrictions(options),
         *_tls(options),

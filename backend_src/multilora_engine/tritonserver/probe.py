@@ -15,7 +15,7 @@ from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from typing import Any, NoReturn, Protocol
 
-from multilora_engine.client_header import bearer
+from multilora_wire.headers import bearer
 
 CANARIES: Mapping[str, Mapping[str, object]] = {
     "generation_unary": {"text_input": "Hello", "request_output_len": 1},

@@ -17,7 +17,6 @@ from pathlib import Path
 from threading import Thread
 from typing import IO, Self
 
-from multilora_engine.client_header import CANARY_KEY_VARIABLE
 from multilora_engine.errors import MultiloraError
 from multilora_engine.process.liveness import drain_engine, wait_for_end
 from multilora_engine.process.paths import ENGINE_MODULE, RELAY_MODULE, socket_path, temporary_folder
@@ -54,6 +53,7 @@ from multilora_engine.tritonserver.request_guard import guarded
 from multilora_engine.tritonserver.shared_memory import claim_regions, remove_leftovers
 from multilora_engine.tritonserver.upstream_models import add_upstream_models
 from multilora_wire.end_with_parent import end_with_parent
+from multilora_wire.headers import CANARY_KEY_VARIABLE
 
 TOKEN_VARIABLE = "MULTILORA_SERVER"
 """The environment variable that holds the server's token."""

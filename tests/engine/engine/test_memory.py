@@ -11,8 +11,7 @@ import torch
 from pydantic import ByteSize
 
 from checkpoints.tiny_llama import save_tiny_llama
-from multilora_engine.config import EngineConfig
-from multilora_engine.device_defaults import on_device
+from multilora_engine.config import EngineConfig, on_device
 from multilora_engine.engine import memory
 from multilora_engine.engine.memory import MemoryPlan, divide_gpu, plan_memory
 from multilora_engine.errors import ConfigError
