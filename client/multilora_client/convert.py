@@ -129,6 +129,11 @@ def _convert(
             f"the adapter changes {' and '.join(names)}, for which the wire's tensors have no place; send the files as "
             "they are (multilora upload DIR)"
         )
+    if rope := adapter.config.rope:
+        raise PeftError(
+            f"{PEFT_CONFIG_FILE} has rotary embeddings, {quoted(rope)}, which the two tensors cannot tell; send the "
+            "PEFT files as they are"
+        )
     linears, reader = adapter.linears, LinearReader(adapter, base, dtype)
     weights = np.zeros((len(linears), max(linear.num_values for linear in linears)), NUMPY_DTYPES[dtype])
     for index, linear in enumerate(linears):

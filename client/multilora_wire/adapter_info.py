@@ -14,9 +14,9 @@ Location = Literal["DEVICE", "HOST", "DISK", "REMOTE"]
 """The fastest tier that has it. REMOTE: no tier has it, only its source."""
 
 
-Kind = Literal["LoRA", "DoRA", "embeddings", "head", "tokens", "activated"]
+Kind = Literal["LoRA", "DoRA", "embeddings", "head", "tokens", "activated", "rope"]
 """What an adapter has. LoRA, DoRA: matrices on linears. embeddings, head: matrices on these. tokens: rows of tokens.
-activated: it counts from its invocation tokens on."""
+activated: it counts from its invocation tokens on. rope: rotary embeddings of its own."""
 
 
 class AdapterMember(msgspec.Struct, frozen=True, gc=False):

@@ -79,6 +79,8 @@ _READ_FIELDS = frozenset(
         "use_dora",
         "use_bdlora",
         "alora_invocation_tokens",
+        "context_length",
+        "rope_parameters",
         "rank_pattern",
         "alpha_pattern",
         "init_lora_weights",
@@ -109,6 +111,14 @@ _REFUSED_LISTS = frozenset({"target_parameters", "layer_replication"})
 _TOKENS = "TRAINABLE_TOKENS"
 """PEFT's tuner that trains rows of tokens alone."""
 
+_CONVERTIBLE = frozenset(
+    {
+        *("C3A", "DELORA", "FOURIERFT", "GRALORA", "LOHA", "LOKR", "MISS", "PSOFT", "RANDLORA", "TINYLORA"),
+        *("UNILORA", "VBLORA", "VERA", "WAVEFT"),
+    }
+)
+"""Kinds that PEFT 0.21 converts to LoRA (`peft.convert_to_lora`, `peft.save_as_lora`)."""
+
 _MLX_FIELDS = ("fine_tune_type", "lora_parameters")
 
 _BASE_IS_CHANGED = "save it with PEFT's path_initial_model_for_weight_conversion"
@@ -130,6 +140,9 @@ _LARGEST_SETTING = 1e30
 
 _PLAIN_PATTERN = re.compile(r"[\w.|^$\\-]{0,1000}", re.ASCII)
 """Names of modules, alternatives, anchors and escapes: no expression of these takes long to match."""
+
+_LARGEST_LENGTH = 1 << 30
+"""Of sequences: their positions fit into 32 bits."""
 
 _PATTERNS_PER_COLUMN = 2
 _CHARS_PER_PATTERN = 64
@@ -218,6 +231,16 @@ class PeftConfig:
                 )
             lists[named[0]] = _token_list("trainable_token_indices", tokens)
         return lists
+
+    @property
+    def rope(self) -> str:
+        """The rotary embeddings of the adapter itself, as JSON: rope_parameters, or an object with context_length.
+
+        Empty for an adapter that has those of its base.
+        """
+        length, parameters = self.fields.get("context_length"), self.fields.get("rope_parameters")
+        own = parameters or ({"context_length": length} if length else None)
+        return json.dumps(own, sort_keys=True, separators=(",", ":")) if own else ""
 
     def is_on(self, field: str) -> bool:
         """Whether PEFT computes, or trained, with the variant of this field."""
@@ -313,6 +336,7 @@ def parse_peft_config(text: bytes | memoryview, sites: ModelSites | None = None,
     _check_initialisation(fields.get("init_lora_weights", True))
     _check_blocks(fields)
     _check_invocation(fields)
+    _check_rope(fields)
     max_patterns = None if sites is None else _PATTERNS_PER_COLUMN * sites.num_columns
     patterns = (tuple(_compiled(fields, field, max_patterns, trusts)) for field in ("rank_pattern", "alpha_pattern"))
     return PeftConfig(fields, *patterns)
@@ -332,7 +356,14 @@ def quoted(value: object) -> str:
 
 def _check_fields(fields: Mapping[str, Any]) -> None:
     if (kind := fields.get("peft_type", "LORA")) not in ("LORA", _TOKENS):
-        raise PeftError(f"{PEFT_CONFIG_FILE}: peft_type is {quoted(kind)}; only LORA and {_TOKENS} are supported")
+        advice = (
+            "PEFT's save_as_lora writes it as LoRA, exactly or with the error that its rank leaves"
+            if isinstance(kind, str) and kind in _CONVERTIBLE
+            else "train LoRA"
+        )
+        raise PeftError(
+            f"{PEFT_CONFIG_FILE}: peft_type is {quoted(kind)}; only LORA and {_TOKENS} are served: {advice}"
+        )
     if kind == "LORA" and fields.get("token_indices"):
         raise PeftError(
             f"{PEFT_CONFIG_FILE}: token_indices is {quoted(fields['token_indices'])}, which LORA does not have; it has "
@@ -400,6 +431,20 @@ def _check_invocation(fields: Mapping[str, Any]) -> None:
         problem = f"and {other} is set, too: PEFT has no such variant"
     if problem:
         raise PeftError(f"{PEFT_CONFIG_FILE}: alora_invocation_tokens is {quoted(tokens)}; {problem}")
+
+
+def _check_rope(fields: Mapping[str, Any]) -> None:
+    """Check the forms of the adapter's own rotary embeddings; the server knows whether its model can have them."""
+    length, parameters = fields.get("context_length"), fields.get("rope_parameters")
+    if length is not None and (type(length) is not int or not 0 < length <= _LARGEST_LENGTH):
+        raise PeftError(
+            f"{PEFT_CONFIG_FILE}: context_length is {quoted(length)}, a whole number from 1 to {_LARGEST_LENGTH} is "
+            "expected"
+        )
+    if parameters is not None and not isinstance(parameters, dict):
+        raise PeftError(f"{PEFT_CONFIG_FILE}: rope_parameters is {quoted(parameters)}, an object is expected")
+    if length and parameters:
+        raise PeftError(f"{PEFT_CONFIG_FILE} has context_length and rope_parameters; one of them is enough")
 
 
 def _is_off(field: str, value: object) -> bool:

@@ -12,7 +12,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    C3AConfig,
+    FourierFTConfig,
+    HRAConfig,
+    IA3Config,
+    LNTuningConfig,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    RandLoraConfig,
+    ShiraConfig,
+    VeraConfig,
+    get_peft_model,
+    save_as_lora,
+)
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Phi3Config, Starcoder2Config
 
@@ -225,6 +245,53 @@ def test_fields_are_not_refused_without_need(tmp_path: Path, base: Any, field: s
         else:
             with pytest.raises(AdapterError, match=field):
                 convert_peft(tmp_path / str(index), base_model=checkpoint)
+
+
+_ON_Q: dict[str, Any] = {"target_modules": ["q_proj"]}
+OTHER_KINDS: list[PeftConfig] = [
+    C3AConfig(**_ON_Q, block_size=8),
+    FourierFTConfig(**_ON_Q, n_frequency=20),
+    HRAConfig(**_ON_Q, r=4),
+    IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
+    LNTuningConfig(target_modules=["input_layernorm"]),
+    LoHaConfig(**_ON_Q, r=4),
+    LoKrConfig(**_ON_Q, r=4),
+    OFTConfig(**_ON_Q, oft_block_size=4),
+    PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    RandLoraConfig(**_ON_Q, r=4),
+    ShiraConfig(**_ON_Q, r=2),
+    VeraConfig(**_ON_Q, r=4),
+]
+
+
+@pytest.mark.parametrize("config", OTHER_KINDS, ids=lambda config: str(config.peft_type.value))
+def test_another_kind_is_refused_with_pefts_conversion_where_there_is_one(
+    tmp_path: Path, base: tuple[LlamaForCausalLM, Path], config: PeftConfig
+) -> None:
+    model = get_peft_model(copy.deepcopy(base[0]), copy.deepcopy(config))
+    model.save_pretrained(tmp_path / "trained")
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    has_conversion = bool(layers) and all(layer.supports_lora_conversion() for layer in layers)
+    with pytest.raises(
+        AdapterError, match=f"peft_type is '{config.peft_type.value}'; only LORA and TRAINABLE_TOKENS are served"
+    ) as caught:
+        convert_peft(tmp_path / "trained")
+    assert ("PEFT's save_as_lora" in str(caught.value)) == has_conversion
+    if has_conversion:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = torch.randn_like(parameter)
+        save_as_lora(tmp_path / "converted", model, rank=4)
+        assert len(convert_peft(tmp_path / "converted").config) == 2
+
+
+def test_an_adapter_with_rotary_embeddings_of_its_own_goes_as_files_alone(tmp_path: Path, base: Any) -> None:
+    save_with(tmp_path, base[0], "use_rslora", True)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"context_length": 4096}))
+    with pytest.raises(AdapterError, match=r"has rotary embeddings, .*4096.*; send the PEFT files as they are"):
+        convert_peft(tmp_path)
 
 
 PHI3 = Phi3Config(

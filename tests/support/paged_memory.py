@@ -9,7 +9,8 @@ NEXT_TOKEN = 2
 """What every sequence goes on with, and what its pending tokens are therefore."""
 
 Content = tuple[str, int, int]
-"""Digest of the adapter that computed it, hash of what was computed up to this token and of the tenant, this token."""
+"""Digest of the adapter that computed it, or its rope if the base did; hash of what was computed up to this token and
+of the tenant; this token."""
 
 
 class PoisonedBlocks(BlockAllocator):
@@ -49,7 +50,8 @@ def _contents(sequence: Sequence, end: int) -> list[Content | None]:
     known = sequence.token_ids(0, end)
     for position, token in enumerate([*known, *[NEXT_TOKEN] * (end - len(known))]):
         is_base = sequence.adapter is None or position < sequence.lora_start
-        digest = "" if is_base or sequence.adapter is None else sequence.adapter.digest
+        rope = "" if sequence.adapter is None else sequence.adapter.traits.rope
+        digest = rope if is_base or sequence.adapter is None else sequence.adapter.digest
         past = hash((past, digest, token))
         contents.append((digest, past, token))
     return contents

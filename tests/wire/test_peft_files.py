@@ -73,7 +73,9 @@ def test_a_sound_adapter_is_read_with_and_without_pefts_prefix(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA and TRAINABLE_TOKENS are served: train LoRA"),
+        ({"peft_type": ["IA3"]}, r"peft_type is \['IA3'\]; only LORA and TRAINABLE_TOKENS are served: train LoRA"),
+        ({"peft_type": "VERA"}, "peft_type is 'VERA'; .* PEFT's save_as_lora"),
         (
             {"use_dora": True},
             "use_dora is True, but .* has no lora_magnitude_vector of model.layers.0.self_attn.q_proj",
@@ -95,7 +97,11 @@ def test_a_sound_adapter_is_read_with_and_without_pefts_prefix(tmp_path: Path) -
             {"invocation_string": "<|start_of_role|>check"},
             "invocation_string is '<|start_of_role|>check'; .*activated LoRA .*train it with PEFT".replace("|", r"\|"),
         ),
-        ({"context_length": 16384}, "context_length is 16384, and this field of the configuration is not known"),
+        ({"context_length": 0}, "context_length is 0, a whole number from 1 to 1073741824 is expected"),
+        ({"context_length": "16k"}, "context_length is '16k', a whole number"),
+        ({"context_length": True}, "context_length is True, a whole number"),
+        ({"rope_parameters": [3]}, r"rope_parameters is \[3\], an object is expected"),
+        ({"rope_parameters": {"factor": 2.0}, "context_length": 64}, "has context_length and rope_parameters"),
         ({"tomorrow_config": {"depth": 3}}, "tomorrow_config is {'depth': 3}, and this field"),
         ({"tomorrow": "x" * 5000}, r"tomorrow is 'x{199}\.\.\., and this field"),
         ({"fine_tune_type": "lora", "lora_parameters": {"rank": 8, "scale": 20.0}}, "MLX wrote this adapter"),
@@ -131,6 +137,19 @@ def test_a_config_that_cannot_be_served_is_refused(tmp_path: Path, config: dict[
 @pytest.mark.parametrize(("tokens", "expected"), [(None, ()), ([], ()), ([0, 7, 7], (0, 7, 7))])
 def test_the_tokens_that_activate_an_adapter_are_read(tmp_path: Path, tokens: Any, expected: tuple[int, ...]) -> None:
     assert read(write(tmp_path, {"alora_invocation_tokens": tokens})).config.invocation_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"context_length": None, "rope_parameters": None}, ""),
+        ({"rope_parameters": {}}, ""),
+        ({"context_length": 16384}, '{"context_length":16384}'),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, '{"factor":4.0,"rope_type":"yarn"}'),
+    ],
+)
+def test_the_rotary_embeddings_of_an_adapter_are_read(tmp_path: Path, fields: dict[str, Any], expected: str) -> None:
+    assert read(write(tmp_path, fields)).config.rope == expected
 
 
 @pytest.mark.parametrize("initialisation", [True, False, "gaussian", "mica", "eva", "orthogonal"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -78,6 +79,8 @@ class ForwardBatch:
     num_keys: `context_lens` on the device, [num_seqs] int64.
     query_starts: [num_seqs + 1] int64, the first row of each sequence, then the end of the last one.
     lora: None if no token of the step has an adapter. Such a step does no LoRA work at all.
+    own_ropes: the rotary embeddings of adapters that have their own (`AdapterTraits.rope`), with the rows [any] int64
+        of their tokens; empty in nearly all steps.
     """
 
     input_ids: torch.Tensor
@@ -92,6 +95,7 @@ class ForwardBatch:
     logits_indices: torch.Tensor
     block_size: int
     lora: TokenLoRAs | None = None
+    own_ropes: Sequence[tuple[str, torch.Tensor]] = ()
 
     @property
     def outer(self) -> OuterParts | None:

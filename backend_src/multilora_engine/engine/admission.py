@@ -17,13 +17,21 @@ from multilora_engine.engine.guide_queue import GuideQueue, GuidesInUse
 from multilora_engine.engine.outputs import error_output, failure_output
 from multilora_engine.engine.request_limits import RequestLimits
 from multilora_engine.engine.scheduler import Scheduler
-from multilora_engine.errors import AdapterNotFound, AdapterNotInvoked, QueueFull, QueueShareFull, RequestError
+from multilora_engine.errors import (
+    AdapterNotFound,
+    AdapterNotInvoked,
+    InvalidRequest,
+    QueueFull,
+    QueueShareFull,
+    RequestError,
+)
 from multilora_engine.guides.guided import GuideMatcher
 from multilora_engine.lora.adapter_sets import AdapterSets
 from multilora_engine.lora.adapter_state import CachedAdapter
 from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.remote import Fetch, RemoteAdapters
 from multilora_engine.lora.sources.source import AdapterKey
+from multilora_engine.models.rope_config import AdapterRopes
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
 from multilora_engine.sampling.logits import bias_tensors, end_tokens
 from multilora_engine.sequences.beam_search import BeamSearch
@@ -218,6 +226,7 @@ class Admission:
         loras: LoRAManager,
         remote: RemoteAdapters,
         sets: AdapterSets,
+        ropes: AdapterRopes,
         guide_queue: GuideQueue,
         guides_in_use: GuidesInUse,
         scheduler: Scheduler,
@@ -230,6 +239,7 @@ class Admission:
         self._loras = loras
         self._remote = remote
         self._sets = sets
+        self._ropes = ropes
         self._parking = Parking(remote)
         self._guide_queue = guide_queue
         self._guides_in_use = guides_in_use
@@ -314,10 +324,24 @@ class Admission:
         """Give a sequence its adapter, which is pinned. Raises AdapterNotInvoked; the pin is gone then."""
         try:
             sequence.lora_start = _lora_start(sequence.request, adapter)
+            self._limit_length(sequence, adapter)
         except Exception:
             self._loras.memory.unpin(adapter)
             raise
         sequence.adapter = adapter
+
+    def _limit_length(self, sequence: Sequence, adapter: CachedAdapter) -> None:
+        """An adapter with rotary embeddings of its own has its own longest sequence. Raises InvalidRequest."""
+        if (max_length := self._ropes.max_length(adapter.traits.rope)) is None:
+            return
+        num_prompt_tokens, wanted = len(sequence.request.prompt_token_ids), sequence.max_output_tokens
+        room = max_length - num_prompt_tokens
+        if room < (min(1, wanted) if sequence.search is None else wanted):
+            raise InvalidRequest(
+                f"the prompt has {num_prompt_tokens} tokens and its answer up to {wanted}, and the rotary embeddings "
+                f"of LoRA task {sequence.request.lora_task_id} are made for {max_length} tokens"
+            )
+        sequence.max_output_tokens = min(wanted, room)
 
     def _seconds_of(self, request: GenerationRequest) -> float:
         return self._timeout_s if request.timeout_s is None else min(request.timeout_s, self._timeout_s)

@@ -24,6 +24,7 @@ from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import TORCH_DTYPES
 from multilora_engine.lora.free_pages import PagePool
 from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.layout import AdapterTraits
 from multilora_engine.models.loader import stored_dtype
 from multilora_engine.models.model import Model, only_group
 from multilora_engine.models.model_config import ModelConfig
@@ -114,6 +115,7 @@ def build_lora_manager(
     plan: MemoryPlan,
     device: torch.device,
     events: EventLog[AdapterEvent],
+    check_traits: Callable[[AdapterTraits], None],
 ) -> LoRAManager:
     host = HostTier(plan.num_host_pages, layout.page_bytes, pin_memory=device.type == "cuda")
     is_shared = device.type == "cpu"
@@ -124,7 +126,7 @@ def build_lora_manager(
         disk = DiskTier(
             config.lora.lora_cache_dir, int(config.lora.lora_cache_disk_bytes), layout, on_event=events.append
         )
-    return LoRAManager(host, tier, config.lora.lora_on_conflict, events.append, disk)
+    return LoRAManager(host, tier, config.lora.lora_on_conflict, events.append, disk, check_traits)
 
 
 def build_fetcher(config: EngineConfig, layout: AdapterLayout) -> AdapterFetcher | None:

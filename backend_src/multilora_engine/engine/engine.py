@@ -34,6 +34,7 @@ from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import TaskId, label_of
 from multilora_engine.lora.preload import preload_adapters
 from multilora_engine.lora.remote import RemoteAdapters
+from multilora_engine.models.rope_config import AdapterRopes
 from multilora_engine.request import GenerationRequest, TokenOutput
 from multilora_engine.sampling.sampler import Choice, SampledToken
 from multilora_engine.sequences.sequence import BlockCopy, ScheduledSequence, Sequence, SequenceStatus
@@ -87,7 +88,10 @@ class Engine:
         self._tokenizer = base.tokenizer
         self._max_loras = config.lora.max_loras
         self.lora_events = AdapterEventLog(_NUM_LORA_EVENTS)
-        self._loras = build_lora_manager(config, base.layout, base.plan, base.device, self.lora_events)
+        self._ropes = AdapterRopes(base.config.ropes)
+        self._loras = build_lora_manager(
+            config, base.layout, base.plan, base.device, self.lora_events, lambda traits: self._ropes.check(traits.rope)
+        )
         if config.lora.lora_prefetch_dir is not None:
             preload_adapters(config.lora.lora_prefetch_dir, self._loras, base.layout)
         self._remote = RemoteAdapters(self._loras, build_fetcher(config, base.layout), self.lora_events.append)
@@ -265,6 +269,7 @@ class Engine:
             self._loras,
             self._remote,
             self._sets,
+            self._ropes,
             self._guide_queue,
             GuidesInUse(),
             self._scheduler,

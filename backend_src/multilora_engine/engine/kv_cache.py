@@ -206,8 +206,12 @@ class BlockAllocator:
         return blocks
 
     def _num_base_blocks(self, sequence: Sequence) -> int:
-        """How many blocks of a sequence with an adapter, the first ones, the base alone computes."""
-        return sequence.lora_start // self.block_size
+        """How many blocks of a sequence with an adapter, the first ones, have the base's keys and values.
+
+        None where the adapter turns all keys by angles of its own.
+        """
+        has_own_rope = sequence.adapter is not None and bool(sequence.adapter.traits.rope)
+        return 0 if has_own_rope else sequence.lora_start // self.block_size
 
     def _key(self, sequence: Sequence, index: int) -> bytes:
         """The key of a sequence's full block. A sequence keeps its keys: its tokens never change."""

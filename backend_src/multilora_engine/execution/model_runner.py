@@ -94,7 +94,7 @@ class ModelRunner:
         return Choice(logits, sampled, self._model.config.end_token_ids, tokens)
 
     def _forward(self, batch: ForwardBatch, on_layer: Callable[[], None]) -> torch.Tensor:
-        if not self.replays_graphs:
+        if not self.replays_graphs or batch.own_ropes:  # Graphs have the base's angles.
             return self._model.forward(batch, self._kv_cache, on_layer)
         if self._graphs is not None and self._graphs.serves(batch):
             on_layer()
@@ -160,7 +160,19 @@ class ModelRunner:
             lora=None
             if lora_mapping is None
             else TokenLoRAs(self._loras.tables, lora_mapping, self._loras.outer_parts(lora_indices)),
+            own_ropes=self._own_ropes(step, query_lens),
         )
+
+    def _own_ropes(self, step: list[ScheduledSequence], query_lens: list[int]) -> list[tuple[str, torch.Tensor]]:
+        """The rotary embeddings of adapters that have their own, and the rows of their tokens."""
+        adapters = [scheduled.sequence.adapter for scheduled in step]
+        ropes = ["" if adapter is None else adapter.traits.rope for adapter in adapters]
+        if not any(ropes):
+            return []
+        of_rows = np.repeat(np.array(ropes, dtype=object), query_lens)
+        chosen = [rope for rope in dict.fromkeys(ropes) if rope]
+        rows = arrays_to_device([np.flatnonzero(of_rows == rope) for rope in chosen], self._device)
+        return list(zip(chosen, rows, strict=True))
 
     def _lora_index(self, scheduled: ScheduledSequence) -> int:
         """The row in the tables of the adapter that computes the last of these tokens, -1 for the base model."""

@@ -36,8 +36,8 @@ _MAX_BUILDS = 16
 """Sets that wait for the thread that plans them, and whose members stay in memory for that."""
 
 
-_NO_SUMS: tuple[Kind, ...] = ("DoRA", "tokens", "activated")
-"""Adapters whose update is no sum of products, or does not count for all tokens."""
+_NO_SUMS: tuple[Kind, ...] = ("DoRA", "tokens", "activated", "rope")
+"""Adapters that are more than products of matrices which count for all tokens."""
 
 
 class AdapterSets:
@@ -95,18 +95,13 @@ class AdapterSets:
         return self._builder.submit(partial(self._plan, weighted, digest, end)), end
 
     def _lend(self, member: SetMember, loans: ExitStack) -> Loan:
-        """Raises Unsupported for an adapter whose update is no sum of products, or that is more than matrices."""
+        """Raises Unsupported for an adapter of a kind that has no sums."""
         loan = self._loras.lend(member.task_id)
         loans.callback(loan.end)
         if refused := [kind for kind in loan.kinds if kind in _NO_SUMS]:
             raise Unsupported(
                 f"LoRA task {loan.task_id} is of kind {', '.join(refused)}; the members of a set are LoRA, on linears, "
                 "embeddings and head"
-            )
-        traits = loan.traits
-        if beside := [name for name in traits.__struct_fields__ if name != "members" and getattr(traits, name)]:
-            raise Unsupported(
-                f"LoRA task {loan.task_id} has {' and '.join(beside)}; the members of a set are plain LoRA"
             )
         return loan
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import Literal
@@ -23,7 +24,7 @@ from multilora_engine.lora.disk_traffic import DiskTraffic
 from multilora_engine.lora.format import kinds_of, ranks_of
 from multilora_engine.lora.host_tier import Arrival, HostTier, Loan, PlannedAdapter
 from multilora_engine.lora.inventory import Inventory
-from multilora_engine.lora.layout import PackedAdapter, PackedRow, page_shape
+from multilora_engine.lora.layout import AdapterTraits, PackedAdapter, PackedRow, page_shape
 from multilora_engine.lora.life_cycle import LoRAStats, OnEvent, adapter_event, ignore_event
 from multilora_engine.lora.memory_tiers import MemoryTiers
 from multilora_engine.lora.names import TaskId
@@ -67,12 +68,15 @@ class LoRAManager:
         on_conflict: OnConflict,
         on_event: OnEvent = ignore_event,
         disk: DiskTier | None = None,
+        check_traits: Callable[[AdapterTraits], None] = lambda traits: None,
     ) -> None:
+        """check_traits: raises InvalidRequest for an adapter that the model cannot have."""
         self.host = host
         self.device = device
         self.memory = MemoryTiers(host, device)
         self._traffic = DiskTraffic(host, disk, self.memory.update, on_event)
         self.inventory = Inventory(host, device, self._traffic)
+        self._check_traits = check_traits
         self._on_conflict = on_conflict
         self._on_event = on_event
         self._given_up: dict[CachedAdapter, RequestError] = {}
@@ -103,9 +107,10 @@ class LoRAManager:
 
         name: replaces the name it has, unless empty. replaces_set: a set under the task id gives way, whatever
         `lora_on_conflict` says. `packed` must not change: an adapter that waits for room is copied later. Raises
-        AdapterConflict (other content, and `lora_on_conflict` is `refuse`) or AdapterCacheFull; the cache is then
-        unchanged.
+        InvalidRequest (the model cannot have it), AdapterConflict (other content, and `lora_on_conflict` is `refuse`)
+        or AdapterCacheFull; the cache is then unchanged.
         """
+        self._check_traits(packed.traits)
         cached = self.host.get(lora_task_id)
         known = cached or self._traffic.find(lora_task_id)
         is_conflict = known is not None and known.digest != packed.digest and self._on_conflict == "refuse"
@@ -149,7 +154,6 @@ class LoRAManager:
             adapter.digest,
             adapter.name,
             adapter.kinds,
-            adapter.traits,
             rows,
             self.host.views(adapter),
             partial(self.memory.end_loan, adapter),
@@ -163,7 +167,6 @@ class LoRAManager:
             file.digest,
             file.name,
             file.kinds,
-            file.traits,
             opened.read(pages),
             pages,
             lambda: None,

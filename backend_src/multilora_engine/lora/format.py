@@ -132,7 +132,7 @@ def _traits(adapter: PeftAdapter, layout: AdapterLayout) -> AdapterTraits:
     """What the configuration says beside the matrices. Raises InvalidRequest."""
     tokens, outer = adapter.config.invocation_tokens, layout.sites.outer
     try:
-        traits = AdapterTraits(invocation_tokens=tokens)
+        traits = AdapterTraits(invocation_tokens=tokens, rope=adapter.config.rope)
     except ValueError as error:
         raise InvalidRequest(f"{PEFT_CONFIG_FILE}: alora_invocation_tokens: {error}") from None
     if outer is not None and tokens and max(tokens) >= outer.vocab_size:
@@ -195,6 +195,7 @@ def kinds_of(rows: Sequence[PackedRow], traits: AdapterTraits) -> tuple[Kind, ..
         "head": HEAD_LORA in module_ids,
         "tokens": not module_ids.isdisjoint(ROW_MODULES),
         "activated": bool(traits.invocation_tokens),
+        "rope": bool(traits.rope),
     }
     return tuple(kind for kind, is_there in has.items() if is_there)
 

@@ -99,7 +99,6 @@ class Loan:
     digest: str
     name: str
     kinds: tuple[Kind, ...]
-    traits: AdapterTraits
     rows: Future[list[PackedRow]]
     pages: list[torch.Tensor]
     end: Callable[[], None]

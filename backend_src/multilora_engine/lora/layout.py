@@ -68,12 +68,15 @@ class AdapterTraits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
 
     invocation_tokens: the adapter is activated: its weights count from the first token of the last occurrence of these
         tokens in the prompt on, and the base computes all tokens before that.
+    rope: the adapter has rotary embeddings of its own, for all tokens: `context_length` or `rope_parameters` of its
+        configuration, as `PeftConfig.rope` writes them.
     members: the adapter is a set of these, by digest and weight, and has the digest that `set_digest` makes of both.
 
     Raises ValueError for fields that no adapter can have.
     """
 
     invocation_tokens: tuple[int, ...] = ()
+    rope: str = ""
     members: tuple[AdapterMember, ...] = ()
 
     def __post_init__(self) -> None:

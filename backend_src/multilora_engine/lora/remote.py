@@ -15,6 +15,7 @@ from multilora_engine.errors import (
     AdapterConflict,
     AdapterNotFound,
     InternalError,
+    InvalidRequest,
     PathNotCovered,
     RequestError,
 )
@@ -237,7 +238,7 @@ class RemoteAdapters:
         self._on_event(adapter_event("fetch_failed", fetch.key.lora_task_id, digest=""))
         return error
 
-    def _put(self, fetch: Fetch) -> AdapterCacheFull | AdapterConflict | None:
+    def _put(self, fetch: Fetch) -> RequestError | None:
         fetched = fetch.future.result(timeout=0)
         if isinstance(fetched, PlannedAdapter):
             return self._put_set(fetch, fetched)
@@ -246,7 +247,7 @@ class RemoteAdapters:
         try:
             name = fetched.name or fetch.key.name
             fetch.arrived = self._loras.put(fetch.key.lora_task_id, fetched.packed, name, "downloaded").arrived
-        except (AdapterCacheFull, AdapterConflict) as error:
+        except (AdapterCacheFull, AdapterConflict, InvalidRequest) as error:
             return error
         self.supersede(fetch.key.lora_task_id)
         return None

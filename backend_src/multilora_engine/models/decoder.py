@@ -6,7 +6,7 @@ Weights are uninitialised until `loader.load_model` fills the places that `check
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +18,7 @@ from multilora_engine.models.layers import Attend, Layer, LayerInputs
 from multilora_engine.models.model import HiddenStates, KVGroup, kv_groups
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.norms import Norm, RMSNorm
+from multilora_engine.models.rope_config import AdapterRopes, Rope
 from multilora_engine.models.rotary import RotaryEmbedding, Rotation
 from multilora_engine.models.weights import (
     Destination,
@@ -43,6 +44,9 @@ from multilora_wire.sites import GATED_MLP, ModelSites, decoder_sites
 
 EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
 """Names of the modules before and behind the layers."""
+
+_MAX_OWN_ROPES = 64
+"""Rotary embeddings of adapters that are kept: each is some numbers for each pair of a head's elements."""
 
 
 def _rms_norm(builder: Builder) -> Norm:
@@ -105,9 +109,20 @@ class Decoder:
         self._packed_decoder = None
 
     def limit_length(self, max_model_len: int) -> None:
-        self._rotary = {
-            name: RotaryEmbedding(rope, self._device, max_model_len) for name, rope in self.config.ropes.items()
-        }
+        self._rotary = self._rotary_embeddings(self.config.ropes, max_model_len)
+        self._own_rotary: dict[str, dict[str, RotaryEmbedding]] = {}
+
+    def _rotary_embeddings(self, ropes: Mapping[str, Rope], max_length: int) -> dict[str, RotaryEmbedding]:
+        return {name: RotaryEmbedding(rope, self._device, max_length) for name, rope in ropes.items()}
+
+    def _rotary_of(self, own_rope: str) -> dict[str, RotaryEmbedding]:
+        """The rotary embeddings of an adapter that has its own."""
+        if own_rope not in self._own_rotary:
+            if len(self._own_rotary) == _MAX_OWN_ROPES:
+                self._own_rotary.clear()
+            own = AdapterRopes(self.config.ropes).read(own_rope)
+            self._own_rotary[own_rope] = self._rotary_embeddings(own.ropes, own.max_length)
+        return self._own_rotary[own_rope]
 
     def checkpoint_tensors(self) -> dict[str, Destination]:
         outer = self._lm_head.checkpoint_tensors() | self._embeddings.checkpoint_tensors()
@@ -244,6 +259,9 @@ class Decoder:
         rotations: dict[str | None, Rotation] = {
             name: rotary.rotation(batch, self.activation_dtype) for name, rotary in self._rotary.items()
         }
+        for own_rope, rows in batch.own_ropes:
+            for name, rotary in self._rotary_of(own_rope).items():
+                rotations[name].replace(rows, rotary.rotation(batch, self.activation_dtype))
         if None in self.config.layer_ropes:
             rotations[None] = Rotation.none(batch, self.activation_dtype)
         return rotations

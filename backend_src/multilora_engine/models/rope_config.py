@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any, TypeGuard
 
-from multilora_engine.errors import ConfigError
+import msgspec
+
+from multilora_engine.errors import ConfigError, InvalidRequest
 
 _NUMBERS = {
     "default": (),
@@ -28,6 +31,8 @@ _LISTS = {"longrope": ("short_factor", "long_factor")}
 """rope_type -> the lists it cannot do without: a number for each pair of dimensions."""
 
 _ALL_LAYERS = "all"
+
+_MAX_ADAPTER_ROPES = 64
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,91 @@ def _read_rope(parameters: Mapping[str, Any], max_position_embeddings: int, head
     _check_lists(parameters, rope_type, rotary_dim)
     scaling = None if rope_type == "default" else parameters
     return Rope(float(parameters["rope_theta"]), rotary_dim, max_position_embeddings, scaling)
+
+
+@dataclass(frozen=True)
+class AdapterRope:
+    """The rotary embeddings of an adapter that was trained with others than the base's.
+
+    ropes: by the base's names. max_length: tokens of the longest sequence that they are made for.
+    """
+
+    ropes: Mapping[str, Rope]
+    max_length: int
+
+
+class AdapterRopes:
+    """Reads the rotary embeddings that adapters bring. Those that were read last are kept."""
+
+    def __init__(self, base: Mapping[str, Rope]) -> None:
+        """base: the model's rotary embeddings."""
+        self.read = lru_cache(_MAX_ADAPTER_ROPES)(partial(_read_adapter_rope, base))
+
+    def check(self, text: str) -> None:
+        """Raises InvalidRequest for rotary embeddings that the model cannot have. text: empty for the base's."""
+        if not text:
+            return
+        try:
+            self.read(text)
+        except ConfigError as error:
+            reason = str(error).removeprefix("config.json: ")
+            raise InvalidRequest(f"the adapter's own rotary embeddings cannot be used here: {reason}") from None
+
+    def max_length(self, text: str) -> int | None:
+        """The longest sequence that rotary embeddings of an adapter are made for; None for the base's."""
+        return self.read(text).max_length if text else None
+
+
+def _read_adapter_rope(base: Mapping[str, Rope], text: str) -> AdapterRope:
+    """An adapter's `AdapterTraits.rope`. base: the model's rotary embeddings. Raises ConfigError.
+
+    `{"context_length": n}` is the form of vLLM's former long-context LoRA: positions are interpolated linearly, by the
+    smallest whole factor that makes the base's length n or more. Any other object is transformers' `rope_parameters`;
+    theta and the turned part of a head are the base's where it does not tell.
+    """
+    parameters = msgspec.json.decode(text)
+    if len(base) != 1:
+        raise ConfigError(
+            f"the model has {len(base)} kinds of rotary embeddings, and an adapter's own take the place of exactly one"
+        )
+    ((name, rope),) = base.items()
+    if (length := parameters.get("context_length")) is not None:
+        return AdapterRope({name: _interpolated(rope, length)}, length)
+    own = _checked_rope({"rope_theta": rope.theta} | parameters, rope)
+    return AdapterRope({name: own}, _length_of(own))
+
+
+def _interpolated(rope: Rope, length: int) -> Rope:
+    if rope.scaling is not None:
+        raise ConfigError(
+            f"context_length stretches unscaled rotary embeddings, and the model's are of rope_type "
+            f"{rope.scaling['rope_type']!r}; write rope_parameters"
+        )
+    factor = -(-length // rope.max_position_embeddings)
+    scaling = None if factor == 1 else {"rope_type": "linear", "factor": float(factor), "rope_theta": rope.theta}
+    return replace(rope, scaling=scaling)
+
+
+def _checked_rope(parameters: Mapping[str, Any], base: Rope) -> Rope:
+    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    if rope_type not in _NUMBERS:
+        raise ConfigError(f"rope_type {rope_type!r} is not supported; supported are: {', '.join(_NUMBERS)}")
+    known = {"rope_type", "type", "rope_theta", *_NUMBERS[rope_type], *_LISTS.get(rope_type, ())}
+    known |= {*_MORE_NUMBERS.get(rope_type, ()), "truncate", "original_max_position_embeddings"}
+    if unknown := sorted(parameters.keys() - known):
+        raise ConfigError(f"rope_type {rope_type!r} of an adapter has no {', '.join(unknown)}")
+    parameters = {"original_max_position_embeddings": base.max_position_embeddings, **parameters}
+    _check_numbers(parameters, rope_type)
+    _check_lists(parameters, rope_type, base.rotary_dim)
+    scaling = None if rope_type == "default" else {**parameters, "rope_type": rope_type}
+    return replace(base, theta=float(parameters["rope_theta"]), scaling=scaling)
+
+
+def _length_of(rope: Rope) -> int:
+    """The tokens that rotary embeddings are stretched to."""
+    scaling = rope.scaling or {}
+    original = scaling.get("original_max_position_embeddings") or rope.max_position_embeddings
+    return max(1, int(original * (scaling.get("factor") or 1)))
 
 
 def _check_rotary_dim(rotary_dim: int, head_dim: int, parameters: Mapping[str, Any]) -> None:

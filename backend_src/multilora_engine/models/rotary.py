@@ -38,6 +38,11 @@ class Rotation:
         nothing = torch.empty(len(batch.positions), 1, 0, dtype=dtype, device=batch.positions.device)
         return cls(nothing, nothing)
 
+    def replace(self, rows: torch.Tensor, other: Rotation) -> None:
+        """Take the angles of some of the step's tokens, `rows` [any] int64, from another rotation of all of them."""
+        for mine, others in ((self.cos, other.cos), (self.sin, other.sin)):
+            mine.index_copy_(0, rows, others.index_select(0, rows))
+
 
 class RotaryEmbedding:
     """Angles from positions, computed in float32 once per step (a table of all positions would be large and no faster).

@@ -12,6 +12,7 @@ from support.paged_memory import PoisonedBlocks
 from multilora_engine.engine.block_events import BlockEvents, BlockRemoved, BlockStored
 from multilora_engine.engine.kv_cache import BlockAllocator
 from multilora_engine.lora.adapter_state import CachedAdapter
+from multilora_engine.lora.layout import AdapterTraits
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
 from multilora_engine.sequences.sequence import BlockCopy, Sequence
 from multilora_engine.text.text_stream import TextStream
@@ -20,8 +21,11 @@ from multilora_wire.layout import PageShape
 BLOCK_SIZE = 4
 
 
-def sequence(tokens: list[int], digest: str | None = None, tenant: str = "", start: int = 0) -> Sequence:
-    adapter = None if digest is None else CachedAdapter(7, digest, ranks=(), shape=PageShape(0))
+def sequence(
+    tokens: list[int], digest: str | None = None, tenant: str = "", start: int = 0, rope: str = ""
+) -> Sequence:
+    traits = AdapterTraits(rope=rope)
+    adapter = None if digest is None else CachedAdapter(7, digest, ranks=(), shape=PageShape(0), traits=traits)
     sender = Sender(tenant=tenant, name=tenant)
     request = GenerationRequest("r", tokens, SamplingParams(max_tokens=1), sender=sender)
     return Sequence(request, 0, adapter, cast(TextStream, None), Random(0), max_output_tokens=1, lora_start=start)
@@ -123,7 +127,7 @@ def test_adapters_that_start_later_share_the_blocks_before_that_with_the_base_an
     asked=st.lists(
         st.tuples(
             st.sampled_from(["", "acme"]),
-            st.sampled_from([None, "a", "b"]),
+            st.sampled_from([None, "a", "b", "a rope"]),
             st.lists(st.integers(0, 1), min_size=1, max_size=14),
             st.integers(0, 13),
         ),
@@ -133,15 +137,20 @@ def test_adapters_that_start_later_share_the_blocks_before_that_with_the_base_an
 def test_exactly_what_would_be_computed_again_is_reused(
     asked: list[tuple[str, str | None, list[int], int]],
 ) -> None:
-    """Against a model that has no keys: it remembers who computed each token, after which others."""
+    """Against a model that has no keys: it remembers who computed each token, after which others.
+
+    The adapter `a rope` has rotary embeddings of its own: all its blocks are of itself and of its position.
+    """
     blocks = PoisonedBlocks(80, BLOCK_SIZE)
     seen: set[tuple[str, tuple[tuple[str, int], ...]]] = set()
     for tenant, digest, tokens, at in asked:
         start = 0 if digest is None else at % len(tokens)
-        computed = tuple(("" if i < start else digest or "", token) for i, token in enumerate(tokens))
+        rope = "linear" if digest == "a rope" else ""
+        before = f"{digest} from {start}" if rope else ""
+        computed = tuple((before if i < start or rope else digest or "", token) for i, token in enumerate(tokens))
         ends = range(BLOCK_SIZE, len(tokens), BLOCK_SIZE)
         known = max((end for end in ends if (tenant, computed[:end]) in seen), default=0)
-        one = sequence(tokens, digest, tenant, start)
+        one = sequence(tokens, digest, tenant, start, rope)
         assert compute(blocks, one) == known
         seen.update((tenant, computed[:end]) for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE))
         blocks.free(one)
