@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from support.adapters import SPANNING, TINY, WireAdapter, wire_adapter
 from support.engines import run_all
 from support.oracle import ATTENTION, MLP, Oracle, packed
-from support.outer_parts import OuterPart, add_parts
+from support.sources import NO_BASE
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from multilora_engine.config import EngineConfig
@@ -36,7 +36,7 @@ from multilora_engine.lora.adapter_sets import AdapterSets, Part, plan_set
 from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
-from multilora_engine.lora.format import TORCH_DTYPES, check_rows, pack_adapter
+from multilora_engine.lora.format import TORCH_DTYPES, check_rows, pack_adapter, pack_peft
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import PackedAdapter, set_digest
 from multilora_engine.lora.names import SetMember, checked_members, set_task_id, task_id_of
@@ -46,7 +46,9 @@ from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_wire.adapter_event import AdapterEvent
 from multilora_wire.adapter_info import AdapterMember
 from multilora_wire.layout import AdapterLayout, adapter_layout
-from multilora_wire.sites import EMBEDDING_LORA, EMBEDDING_ROWS, HEAD_LORA, decoder_sites
+from multilora_wire.peft_files import read_peft
+from multilora_wire.sites import decoder_sites
+from multilora_wire.tensor_file import MemoryBytes
 
 Rows = list[tuple[int, int, int]]
 
@@ -131,14 +133,20 @@ def test_a_set_is_the_weighted_sum_of_the_updates_of_its_members(
         torch.testing.assert_close(found[column], update, rtol=4 * eps, atol=tolerance)
 
 
-def outer_adapter(seed: int, rank: int, *more: OuterPart) -> PackedAdapter:
-    """An adapter of a linear, of the embeddings and of the head."""
-    wire, generator = wire_adapter(OUTER, [(1, 0, rank)], seed=seed), torch.Generator().manual_seed(seed)
-    head, embeddings = (
-        OuterPart(module_id, torch.randn(rank, size, generator=generator), torch.randn(128 - size, rank))
-        for module_id, size in ((HEAD_LORA, 24), (EMBEDDING_LORA, 104))
-    )
-    return add_parts(pack_adapter(wire.weights, wire.config, OUTER), [head, embeddings, *more], OUTER)
+def outer_adapter(seed: int, rank: int, **fields: Any) -> PackedAdapter:
+    """PEFT's files of a linear, of the head, and of the embeddings, or, where the configuration has some, of tokens."""
+    sizes = {"model.layers.0.self_attn.q_proj.lora_{}.weight": (24, 40), "lm_head.lora_{}.weight": (24, 104)}
+    if not fields:
+        sizes["model.embed_tokens.lora_embedding_{}"] = (104, 24)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, (in_size, out_size) in sizes.items():
+        tensors[f"base_model.model.{name.format('A')}"] = torch.randn(rank, in_size, generator=generator)
+        tensors[f"base_model.model.{name.format('B')}"] = torch.randn(out_size, rank, generator=generator)
+    if fields:
+        tensors["base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"] = torch.ones(1, 24)
+    config = json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank, **fields}).encode()
+    return pack_peft(read_peft(config, MemoryBytes(save(tensors)), OUTER.sites), OUTER, NO_BASE)
 
 
 def test_embeddings_and_head_add_up_as_linears_do() -> None:
@@ -154,8 +162,7 @@ def test_embeddings_and_head_add_up_as_linears_do() -> None:
 
 def test_rows_of_tokens_are_no_member() -> None:
     layout_world = World(layout=OUTER)
-    rows = OuterPart(EMBEDDING_ROWS, torch.tensor([7]), torch.ones(1, 24))
-    layout_world.loras.put(7, outer_adapter(1, 3, rows))
+    layout_world.loras.put(7, outer_adapter(1, 3, trainable_token_indices=[7]))
     with pytest.raises(Unsupported, match="LoRA task 7 is of kind tokens"):
         layout_world.ask({7: 1.0})
     layout_world.close()
