@@ -26,7 +26,7 @@ from multilora_wire.checkpoint_directory import why_no_checkpoint
 _Switch = Literal["auto"] | bool
 _LEAST_HANG_TIMEOUT_S = 1.0
 _LARGEST_NUMBER = 2**62
-"""Of any parameter: messages between the processes hold 64 bits."""
+"""The largest number of any parameter: messages between the processes hold 64 bits."""
 _ADVICE = {
     "byte_size": "write bytes, or a size like 4GiB",
     "byte_size_unit": "write bytes, or a size like 4GiB",
@@ -34,7 +34,7 @@ _ADVICE = {
     "int_parsing": "write a whole number",
     "float_parsing": "write a number",
 }
-"""The advice for values that have not the type of their parameter, by pydantic's types of errors."""
+"""The advice for values of a wrong type, by pydantic's types of errors."""
 _ENVIRONMENT_REFERENCE = re.compile(r"\$\{(\w+)\}")
 
 
@@ -182,7 +182,7 @@ class EngineConfig(BaseModel):
 
     @property
     def is_fleet(self) -> bool:
-        """Whether a fleet generates, and not an engine on this machine."""
+        """Whether a fleet generates, instead of an engine on this machine."""
         return self.engine != "local"
 
     @property
@@ -194,7 +194,7 @@ class EngineConfig(BaseModel):
 
     @property
     def inter_token_latency_target_s(self) -> float | None:
-        """The same in seconds, None for `auto`."""
+        """`inter_token_latency_target_ms` in seconds; None for `auto`."""
         target_ms = self.inter_token_latency_target_ms
         return None if target_ms == "auto" else target_ms / 1e3
 

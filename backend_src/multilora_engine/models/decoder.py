@@ -43,7 +43,7 @@ from multilora_kernels import (
 from multilora_wire.sites import GATED_MLP, ModelSites, decoder_sites
 
 EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
-"""Names of the modules before and behind the layers."""
+"""Names of the modules before and after the layers."""
 
 _MAX_OWN_ROPES = 64
 """Rotary embeddings of adapters that are kept: each is some numbers for each pair of a head's elements."""

@@ -28,7 +28,7 @@ def _layer(builder: Builder, layer: int, has_qk_norm: bool) -> SandwichLayer:
         Attention(builder, layer, head_norm(builder, _NORM_OFFSET) if has_qk_norm else None),
         GatedMLP(builder),
         before=norms("input_layernorm", "pre_feedforward_layernorm"),
-        behind=norms("post_attention_layernorm", "post_feedforward_layernorm"),
+        after=norms("post_attention_layernorm", "post_feedforward_layernorm"),
     )
 
 

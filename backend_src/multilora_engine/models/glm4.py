@@ -1,6 +1,6 @@
 """GLM-4: half of each head turns, in neighbouring pairs; gate and up are stored as one linear.
 
-`GlmForCausalLM` has Llama's layers; `Glm4ForCausalLM` (0414) has norms behind attention and MLP, too.
+`GlmForCausalLM` has Llama's layers; `Glm4ForCausalLM` (0414) has norms after attention and MLP, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _glm4_layer(builder: Builder, layer: int) -> SandwichLayer:
         Attention(builder, layer),
         _mlp(builder),
         before=(builder.rms_norm("input_layernorm"), builder.rms_norm("post_attention_layernorm")),
-        behind=(builder.rms_norm("post_self_attn_layernorm"), builder.rms_norm("post_mlp_layernorm")),
+        after=(builder.rms_norm("post_self_attn_layernorm"), builder.rms_norm("post_mlp_layernorm")),
     )
 
 

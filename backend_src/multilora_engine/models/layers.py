@@ -216,10 +216,10 @@ class PreNormLayer:
 class SandwichLayer:
     """x += norm(attention(norm(x))); x += norm(mlp(norm(x))), as in Gemma 2 and GLM-4."""
 
-    def __init__(self, attention: Attention, mlp: MLP, before: tuple[Norm, Norm], behind: tuple[Norm, Norm]) -> None:
-        """before, behind: norms of attention and MLP."""
+    def __init__(self, attention: Attention, mlp: MLP, before: tuple[Norm, Norm], after: tuple[Norm, Norm]) -> None:
+        """before, after: norms of attention and MLP."""
         self.attention, self.mlp = attention, mlp
-        self._before, self._behind = before, behind
+        self._before, self._after = before, after
 
     def packed(self) -> PackedLayer | None:
         return None
@@ -228,9 +228,9 @@ class SandwichLayer:
         self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, inputs: LayerInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, x = self._before[0].add(x, update)
-        update = self._behind[0].forward(self.attention.forward(normed, keys, values, inputs))
+        update = self._after[0].forward(self.attention.forward(normed, keys, values, inputs))
         normed, x = self._before[1].add(x, update)
-        return x, self._behind[1].forward(self.mlp.forward(normed, inputs.lora))
+        return x, self._after[1].forward(self.mlp.forward(normed, inputs.lora))
 
 
 _PRODUCTS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}

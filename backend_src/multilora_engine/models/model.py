@@ -54,7 +54,7 @@ def only_group(groups: Sequence[KVGroup]) -> KVGroup:
 
 
 HiddenStates = tuple[torch.Tensor, torch.Tensor]
-"""The residual stream behind a layer, and the update that the next addition owes it: [num_tokens, hidden_size] both."""
+"""The residual stream after a layer, and the update that the next addition owes it: [num_tokens, hidden_size] both."""
 
 
 class Model(Protocol):
@@ -126,7 +126,7 @@ class Model(Protocol):
         on_layer: Callable[[], None] = lambda: None,
         attend: Attend | None = None,
     ) -> HiddenStates:
-        """`forward` up to the head: the rows behind the last layer.
+        """`forward` up to the head: the rows after the last layer.
 
         attend: called in the place of each layer's attention; without one the layers attend themselves.
         """

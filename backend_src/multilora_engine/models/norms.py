@@ -1,4 +1,4 @@
-"""Normalisations: RMS and layer norm, alone and behind the residual addition."""
+"""Normalisations: RMS and layer norm, alone and after the residual addition."""
 
 from __future__ import annotations
 

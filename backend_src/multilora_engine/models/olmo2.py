@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv:2501.00656): norms behind attention and MLP, none before; queries and keys normalised whole."""
+"""OLMo 2 (arXiv:2501.00656): norms after attention and MLP, none before; queries and keys normalised whole."""
 
 from __future__ import annotations
 
