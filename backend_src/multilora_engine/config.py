@@ -1,7 +1,8 @@
-"""`EngineConfig`: every parameter of the engine, its default, and every check that the parameters alone allow.
+"""`EngineConfig`: every parameter of the engine, its default, and every check that needs only the parameters.
 
-The parameters of adapters are in `lora_config`. A check against the device, its memory, the checkpoint or a directory
-is where the engine reads these (engine/build.py, engine/memory.py, lora/disk_tier.py), and raises `ConfigError`, too.
+The parameters of adapters are in `lora_config`. Checks that need the device, its memory, the checkpoint or a
+directory are where the engine reads these (engine/build.py, engine/memory.py, lora/disk_tier.py). They raise
+`ConfigError`, too.
 
 The values come from the `parameters` block of `model_repository/generation/config.pbtxt` as strings. An empty value, or
 one that is only a reference to an unset environment variable (`${NAME}`), means the default. An unknown name or an
@@ -283,7 +284,7 @@ def _expand(text: str, environ: Mapping[str, str]) -> str:
 
 
 def _explain(error: ValidationError) -> str:
-    """The mistakes, by parameter. One that may be of several types has a mistake for each."""
+    """The mistakes, by parameter. A parameter of several types has a mistake for each type."""
     parts: dict[str, list[str]] = {}
     for item in error.errors():
         message = _ADVICE.get(item["type"], item["msg"].removeprefix("Value error, "))
@@ -293,16 +294,16 @@ def _explain(error: ValidationError) -> str:
 
 
 def _name_of(place: tuple[int | str, ...]) -> str:
-    """A parameter, or a value in one that is a list. Behind a parameter of several types stands that of the mistake."""
+    """The name of a parameter, or of a value in a list. Without the type that pydantic adds to some names."""
     is_in_list = len(place) > 1 and isinstance(place[1], int)
     return ".".join(map(str, place if is_in_list else place[:1]))
 
 
 CPU_STEP_TOKENS = 256
-"""A prompt's chunk of some hundred milliseconds."""
+"""Tokens of a step on a CPU: a chunk of a prompt takes some hundred milliseconds."""
 
 _GPU_STEP_TOKENS = 2048
-"""Fewer tokens of prompts wait for a GPU's weights rather than for its arithmetic."""
+"""Tokens of a step on a GPU: with fewer tokens, a step waits for weights rather than for arithmetic."""
 
 _CPU_MAX_LORAS = 32
 

@@ -1,8 +1,8 @@
-"""Make a quantised checkpoint, in compressed-tensors' format, of one in floats. Needs the extra `quantize`.
+"""Makes a quantised checkpoint of a checkpoint in floats, in compressed-tensors' format. Needs the extra `quantize`.
 
 quantization                               `multilora quantize`: check, measure, calibrate, write, measure again
 plan, schemes                              which tensors become codes, by which scheme
-scales                                     the scales with which a group of weights loses least
+scales                                     finds the scales with the least loss
 calibration, compensation                  rounds linears so that their outputs on a text change least
 checkpoint                                 writes the checkpoint, and reads it back
 measure, text                              perplexity on a text

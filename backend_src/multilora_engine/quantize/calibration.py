@@ -1,7 +1,7 @@
-"""Rounds a model's linears within one pass of a text through it, each for the inputs that the rounded ones before give.
+"""Rounds a model's linears while a text passes through the model once.
 
-So what rounding does to a layer's inputs is known when the layer is rounded, and of each linear the activations are
-held only until it is.
+Each linear is rounded for the inputs that it gets from the rounded linears before it. The activations of a linear are
+dropped as soon as it is rounded.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from multilora_engine.quantize.schemes import HEAD, Scheme
 
 
 class CalibratedRounding:
-    """The linears of `schemes` that are done, in `states`: their tensors as compressed-tensors stores them, on the CPU.
+    """Rounds the linears of `schemes` in the order of the pass. The head of the model stays: it may be the embeddings.
 
-    The model's own linears are rounded as they are passed, but for the head, whose weight may be the embeddings'.
+    states: the tensors of each rounded linear as compressed-tensors stores them, on the CPU.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class CalibratedRounding:
         self._last_activations: Activations | None = None
 
     def round(self, name: str, module: torch.nn.Linear, arguments: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
-        """Of the linear `name`, which is about to compute of `arguments`; the inputs that it shall have instead."""
+        """Round the linear `name`, which is about to compute. Returns other inputs for it, or None for `arguments`."""
         (inputs,) = arguments
         scheme = self._schemes[name]
         if not module.weight.isfinite().all():
@@ -47,7 +47,7 @@ class CalibratedRounding:
         self.states[name] = {key: tensor.cpu() for key, tensor in state.items()}
         self._on_progress(len(self.states), len(self._schemes))
         if name == HEAD:
-            return (inputs[:, -1:],)  # Nobody reads logits here, and those of all tokens may not fit into memory.
+            return (inputs[:, -1:],)  # Nobody reads the logits here, and logits of all tokens may not fit into memory.
         rounded = decompress(state, scheme.for_modules()).to(module.weight)
         module.weight = torch.nn.Parameter(rounded, requires_grad=False)
         return None
@@ -58,7 +58,7 @@ class CalibratedRounding:
         return self._last_activations
 
     def _moments(self, name: str, inputs: torch.Tensor) -> torch.Tensor:
-        """The mean of x x^T over all tokens. inputs: [windows, tokens, inputs], of which a window may have fewer."""
+        """The mean of x x^T over all tokens. inputs: [windows, tokens, inputs]; a window may have fewer tokens."""
         moments = inputs.new_zeros(inputs.shape[-1], inputs.shape[-1], dtype=torch.float32)
         for window, length in zip(inputs, self._lengths, strict=True):
             x = window[:length].float()
@@ -76,9 +76,9 @@ def round_calibrated(
     windows: list[torch.Tensor],
     on_progress: Callable[[int, int], None],
 ) -> Mapping[str, dict[str, torch.Tensor]]:
-    """The tensors of each linear of `schemes`, rounded for what the windows make of its inputs; `model` changes.
+    """The tensors of each linear of `schemes`, rounded for the inputs that the windows give it. `model` changes.
 
-    windows: of token ids, each int64 [1, tokens]; a shorter one is filled up behind, where no token of it looks.
+    windows: token ids, each int64 [1, tokens]. A shorter window is padded at its end, where no token of it looks.
     """
     lengths = [window.shape[1] for window in windows]
     rounding = CalibratedRounding(schemes, lengths, on_progress)

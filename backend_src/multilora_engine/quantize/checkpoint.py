@@ -44,9 +44,10 @@ def write_checkpoint(
 ) -> None:
     """Write the checkpoint in the empty directory `directory`.
 
-    calibrated: the tensors of modules that were rounded before, as `compress` returns them; others are rounded here,
-    and all of their inputs weigh alike. on_progress: called with (modules written, modules in all). Raises ConfigError
-    for a weight that is not finite, and OSError where a file cannot be written.
+    calibrated: the tensors of modules that are rounded already, as `compress` returns them. The other modules are
+    rounded here, and all their inputs weigh alike. on_progress: called with (modules written, modules in all).
+
+    Raises ConfigError for a weight that is not finite, and OSError if a file cannot be written.
     """
     _copy_small_files(plan.source, directory)
     weight_map: dict[str, str] = {}
@@ -81,8 +82,10 @@ def write_checkpoint(
 def compress(weight: torch.Tensor, scheme: Scheme, activations: Activations | None = None) -> dict[str, torch.Tensor]:
     """A linear's weight [outputs, inputs] as compressed-tensors stores it, under the names that follow the module's.
 
-    activations: of its inputs, to change its outputs least; without them each weight gets its nearest code. Scales are
-    bfloat16, those of a float16 weight float16: servers that compute in these types then round nothing more.
+    Scales are bfloat16, or float16 for a float16 weight. A server that computes in this type rounds nothing more.
+
+    activations: the linear's inputs on a text. The outputs on this text change least. Without activations, each weight
+    gets its nearest code.
     """
     scale_dtype = torch.float16 if weight.dtype == torch.float16 else torch.bfloat16
     group_size = weight.shape[1] if scheme.group_size in (None, PER_OUTPUT) else scheme.group_size
@@ -98,9 +101,9 @@ def compress(weight: torch.Tensor, scheme: Scheme, activations: Activations | No
 
 
 def decompress(state: Mapping[str, torch.Tensor], scheme: QuantizationScheme) -> torch.Tensor:
-    """The weight, in float32, of a module's tensors as compressed-tensors stores them."""
+    """The float32 weight of a module, from its tensors as compressed-tensors stores them."""
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
-    # The product of a code and its scale is rounded to the type of the scale.
+    # compressed-tensors rounds the product of a code and its scale to the type of the scale.
     weight: torch.Tensor = compressor.decompress({**state, "weight_scale": state["weight_scale"].float()}, scheme)[
         "weight"
     ]
@@ -108,9 +111,9 @@ def decompress(state: Mapping[str, torch.Tensor], scheme: QuantizationScheme) ->
 
 
 def dequantized_weights(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each quantised module of a checkpoint that `write_checkpoint` wrote, with its weight in float32.
+    """Each quantised module of a checkpoint that `write_checkpoint` wrote, with its float32 weight.
 
-    compressed-tensors reads it, and knows nothing but the files.
+    compressed-tensors reads the files, and knows nothing else.
     """
     config = QuantizationConfig.model_validate(read_json(checkpoint / "config.json")["quantization_config"])
     schemes = {target: scheme for scheme in config.config_groups.values() for target in scheme.targets}
@@ -125,7 +128,7 @@ def dequantized_weights(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def check_output(output: Path) -> None:
-    """Raises ConfigError unless there is nothing at `output`, or an empty directory."""
+    """Raises ConfigError unless `output` is missing or an empty directory."""
     if output.is_symlink() or (output.exists() and not output.is_dir()):
         raise ConfigError(f"{output} is no directory; give --output another name")
     if output.is_dir() and any(output.iterdir()):
@@ -136,9 +139,9 @@ def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
     """Raises OSError."""
     try:
         save_file(tensors, file, metadata={"format": "pt"})
-    except SafetensorError as error:  # It stands for the errors of the system, too: a disk is full.
+    except SafetensorError as error:  # safetensors also raises it for errors of the system, such as a full disk.
         raise OSError(f"cannot write {file}: {error}") from error
-    # safetensors makes files that their owner alone may read; a server often runs as another user.
+    # safetensors makes files that only their owner may read, but a server often runs as another user.
     file.chmod(0o644)
 
 

@@ -18,7 +18,7 @@ from multilora_engine.models.loader import stored_dtype
 
 
 def load_float_model(checkpoint: Path, device: torch.device) -> PreTrainedModel:
-    """The model in the dtype that the checkpoint is stored in."""
+    """The model, in the dtype in which the checkpoint is stored."""
     model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=stored_dtype(checkpoint), local_files_only=True, trust_remote_code=False
     )
@@ -26,7 +26,7 @@ def load_float_model(checkpoint: Path, device: torch.device) -> PreTrainedModel:
 
 
 def replace_weights(model: PreTrainedModel, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Replace the weights of the modules that `weights` names; a tied head no longer is the embeddings then."""
+    """Replace the weights of the modules that `weights` names. This unties a head that was the embeddings."""
     for module, weight in weights:
         replaced = model.get_parameter(f"{module}.weight")
         model.get_submodule(module).weight = torch.nn.Parameter(weight.to(replaced), requires_grad=False)
@@ -34,9 +34,9 @@ def replace_weights(model: PreTrainedModel, weights: Iterable[tuple[str, torch.T
 
 @torch.inference_mode()
 def perplexity(model: PreTrainedModel, windows: list[torch.Tensor], on_progress: Callable[[int, int], None]) -> float:
-    """exp of the mean of -log P(token | those before it in its window), over all tokens but each window's first.
+    """exp of the mean of -log P(token | the tokens before it in its window), without each window's first token.
 
-    Infinite where no float holds it. on_progress: called with (windows done, windows in all).
+    Infinite if no float holds it. on_progress: called with (windows done, windows in all).
     """
     total, num_tokens = 0.0, 0
     for done, window in enumerate(windows, start=1):

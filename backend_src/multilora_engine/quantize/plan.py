@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint become codes: decided, and checked, before anything is computed."""
+"""Decides which tensors of a checkpoint become codes, and checks the checkpoint, before anything is computed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from multilora_engine.quantize.schemes import EMBEDDINGS_OF_8_BITS, HEAD, HEAD_O
 _GROUP_SIZES = (128, 64, 32)
 _FLOAT_DTYPES = ("F32", "BF16", "F16")
 _REFUSALS = (StrictDataclassError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
-"""How transformers' configs, and the modules that are made by them, refuse values of config.json."""
+"""The errors by which transformers' configs and modules refuse values of config.json."""
 
 Head = Literal["w8a16", "same", "none"]
 """8 bits with a scale an output, the scheme of the other linears, or floats."""
@@ -30,7 +30,10 @@ Head = Literal["w8a16", "same", "none"]
 
 @dataclasses.dataclass(frozen=True)
 class OuterOptions:
-    """How the head and the embeddings are stored. has_coded_embeddings: in 8 bits with a scale a token, else floats."""
+    """How the head and the embeddings are stored.
+
+    has_coded_embeddings: whether embeddings become 8-bit codes with a scale for each token; else they stay floats.
+    """
 
     head: Head = "w8a16"
     has_coded_embeddings: bool = False
@@ -38,11 +41,13 @@ class OuterOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """source: the checkpoint. schemes: of the modules that become codes, as transformers names them; their tensors are
-    `<module>.weight`. linears: the scheme of linears in general. others: schemes of modules that have their own, None
-    for modules that stay floats.
+    """Which modules of a checkpoint become codes, and how.
 
-    unties_head: the head, which was the embeddings, becomes a tensor of its own. compressed-tensors has no tied codes.
+    source: the checkpoint.
+    schemes: the schemes of the modules that become codes, by transformers' names. Their tensors are `<module>.weight`.
+    linears: the scheme of most linears. others: the modules with another scheme; None for modules that stay floats.
+    unties_head: whether the head, which was the embeddings, becomes a tensor of its own. compressed-tensors has no tied
+        codes.
     """
 
     source: Path
@@ -52,11 +57,11 @@ class Plan:
     unties_head: bool
 
     def stays(self, tensor: str) -> bool:
-        """Whether the tensor is written as it is."""
+        """Whether a tensor is written as it is."""
         return tensor.removesuffix(".weight") not in self.schemes
 
     def modules_made_of(self, tensor: str) -> list[str]:
-        """The modules that become codes of this tensor."""
+        """The modules whose codes are made of this tensor."""
         module = tensor.removesuffix(".weight")
         made = [module] if module != tensor and module in self.schemes else []
         if not self.unties_head or module not in (EMBEDDINGS, HEAD):
@@ -65,9 +70,11 @@ class Plan:
 
 
 def make_plan(source: Path, scheme: Scheme, options: OuterOptions) -> Plan:
-    """Raises ConfigError for a checkpoint that is quantised, is of a family that the engine does not serve, has a
-    matrix of no linear and no embedding, lacks one or has it in another shape, has a head that is not the embeddings
-    that it should be, or has linears whose inputs the group size does not divide.
+    """The plan for a checkpoint.
+
+    Raises ConfigError if the checkpoint is quantised or of a family that the engine does not serve, if a matrix is
+    missing, has another shape or belongs to no linear or embedding, if a tied head differs from the embeddings, or if
+    the group size does not divide the inputs of all linears.
     """
     is_tied = read_model_config(source).tie_word_embeddings
     _refuse_quantized(source)
@@ -101,7 +108,7 @@ def _refuse_quantized(source: Path) -> None:
 
 
 def _empty_model(source: Path) -> PreTrainedModel:
-    """transformers' modules, without any weight."""
+    """transformers' modules, without weights."""
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
@@ -112,7 +119,7 @@ def _empty_model(source: Path) -> PreTrainedModel:
 
 
 def _matrix_shapes(source: Path) -> dict[str, list[int]]:
-    """The shape of each tensor that is no vector."""
+    """The shape of each tensor that is not a vector."""
     shapes = {}
     for file in checkpoint_files(source):
         with opened(file) as tensors:
@@ -141,7 +148,7 @@ def _check_tensors(source: Path, model: PreTrainedModel, shapes: Mapping[str, li
 
 
 def _check_tied_head(source: Path) -> None:
-    """Raises ConfigError for a stored head that differs from the embeddings, of which the codes would be made."""
+    """Raises ConfigError if a stored head differs from the embeddings, because its codes would be made of these."""
     checkpoint = Checkpoint(source)
     head, embeddings = f"{HEAD}.weight", f"{EMBEDDINGS}.weight"
     if head not in checkpoint.tensors:
@@ -155,7 +162,7 @@ def _check_tied_head(source: Path) -> None:
 
 
 def _with_group_size(source: Path, scheme: Scheme, inputs: Mapping[str, int]) -> Scheme:
-    """inputs: of each module to be quantised."""
+    """inputs: the number of inputs of each module to be quantised."""
     if scheme.group_size == PER_OUTPUT:
         return scheme
     fitting = [size for size in _GROUP_SIZES if all(count % size == 0 for count in inputs.values())]

@@ -21,16 +21,17 @@ from multilora_engine.quantize.text import count_tokens, token_windows
 from multilora_engine.working_directory import working_directory
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with a stage's name, the number of its parts that are done, and the number of all its parts."""
+"""Called with a stage's name, the number of its finished parts, and the number of all its parts."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """scheme: in words. num_modules: linears and embeddings that became codes. bytes_*: of the weights' files.
-    *_seconds: wall time.
+    """The result of `multilora quantize`.
 
-    perplexity_*: before with the float weights, after with the weights that compressed-tensors makes of the codes, over
-    num_text_tokens; None when no text was asked for. num_calibration_tokens: 0 without calibration.
+    scheme: in words. num_modules: the linears and embeddings that became codes. bytes_*: the size of the files of
+    weights. *_seconds: wall time.
+    perplexity_before: with the float weights, over num_text_tokens. perplexity_after: with the weights that
+    compressed-tensors makes of the codes. None if no text was given. num_calibration_tokens: 0 without calibration.
     """
 
     scheme: str
@@ -56,14 +57,15 @@ def quantize_checkpoint(
     device: torch.device,
     on_progress: OnProgress,
 ) -> Report:
-    """Write the checkpoint in the directory `source`, rounded by `scheme`, as a checkpoint in the directory `output`.
+    """Round the checkpoint in the directory `source` by `scheme`, and write it to the directory `output`.
 
-    calibration: a text; linears are rounded so that their outputs on it change least. text: one to take perplexity of,
-    which loads the whole model, as calibration does; rounding without them needs one file of the checkpoint at a time.
-    outer: a head that was tied to the embeddings becomes a tensor of its own where either becomes codes.
+    calibration: a text. Linears are rounded so that their outputs on this text change least.
+    text: a text on which perplexity is measured. Calibration and perplexity load the whole model. Rounding alone loads
+        one file of the checkpoint at a time.
+    outer: how head and embeddings are stored. If either becomes codes, a tied head becomes a tensor of its own.
 
-    Raises ConfigError before anything is written, also where another process is writing `output`, and OSError when
-    writing fails; `output` is then not there.
+    Raises ConfigError before anything is written, also if another process is writing `output`. Raises OSError if
+    writing fails, and leaves no `output` then.
     """
     check_output(output)
     plan = make_plan(source, scheme, outer)
@@ -83,7 +85,7 @@ def quantize_checkpoint(
                 on_calibrated = partial(on_progress, "calibrating")
                 calibrated = round_calibrated(model, linears, calibration_windows, on_calibrated)
                 calibration_seconds = time.perf_counter() - start
-            del model  # Rounding shall not have to share the memory with it.
+            del model  # It must not share the memory with the rounding.
 
         start = time.perf_counter()
         write_checkpoint(plan, directory, calibrated, device, partial(on_progress, "rounding"))

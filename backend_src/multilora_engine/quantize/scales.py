@@ -1,16 +1,16 @@
-"""The scale, and the zero point, with which a group of weights loses least when it is rounded to codes.
+"""Finds the scale and the zero point with which a group of weights loses least when it is rounded to codes.
 
-A group is `group_size` neighbouring inputs of one output. It keeps w as q with w ~ s (q - z): s its scale, z its zero
-point (0 when the scheme is symmetric), q the nearest code of w / s + z. The loss is
+A group is `group_size` neighbouring inputs of one output. It keeps w as q with w ~ s (q - z): s is its scale, z its
+zero point (0 if the scheme is symmetric), and q the code nearest to w / s + z. The loss is
 
     E(s, z) = sum_i h_i (w_i - s (q_i - z))^2
 
-with h_i the importance of input i: the mean square of the activations there, or 1. That is the mean square of the
-group's error in its output, when inputs are taken as uncorrelated.
+with h_i the importance of input i: the mean square of its activations, or 1. If inputs are uncorrelated, this is the
+mean square of the group's error in its output.
 
-For given codes the best scale is s = sum h w (q - z) / sum h (q - z)^2. So a few scales and zero points are tried, each
-is replaced by the best one for its codes, and the best of them is refined. A scale may be negative: the integers of b
-bits reach from -2^(b-1) to 2^(b-1) - 1, and the longer side shall meet the group's largest weight, of either sign.
+For given codes the best scale is s = sum h w (q - z) / sum h (q - z)^2. So a few scales and zero points are tried. Each
+is replaced by the best scale for its codes, and the best of all is refined. A scale may be negative: the integers of b
+bits reach from -2^(b-1) to 2^(b-1) - 1, and the longer side should meet the group's largest weight, of either sign.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from typing import Protocol
 import torch
 
 _CPU_CHUNK_ELEMENTS = (1 << 15) - 1
-"""Weights searched at once stay in a core's cache, and are too few for PyTorch to share among threads: hundreds of
-thousands of small operations would wait for threads longer than they compute."""
+"""How many weights are searched at once. They fit a core's cache, and are too few for PyTorch to use several threads:
+hundreds of thousands of small operations would wait for threads longer than they compute."""
 
 _GPU_CHUNK_ELEMENTS = 1 << 25
 
 _NUM_RATIOS = 16
 _NUM_REFINEMENTS = 2
 _LEAST_IMPORTANCE = 1e-4
-"""The least importance, as a part of the mean one: an input that calibration has never seen active still counts."""
+"""The least importance, as a part of the mean, so that an input that calibration never saw active still counts."""
 
 
 class Codes(Protocol):
-    """The values that a weight can take, times its scale."""
+    """The codes of a type: the values that a weight can take before its scale."""
 
     @property
     def lowest(self) -> float: ...
@@ -43,7 +43,7 @@ class Codes(Protocol):
     def highest(self) -> float: ...
 
     def nearest(self, values: torch.Tensor) -> torch.Tensor:
-        """The codes nearest to `values`, as float32, which may be overwritten."""
+        """The codes nearest to `values`, as float32. `values` may be overwritten."""
         ...
 
 
@@ -84,7 +84,7 @@ def search_scales(
     symmetric: bool,
     scale_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The scales and zero points of a linear's weight, never worse for a group than those of its least and largest one.
+    """The scales and zero points of a linear's weight. For no group are they worse than `min_max_scales`.
 
     Args:
         weight: [outputs, inputs], finite, of any float dtype.
@@ -114,7 +114,7 @@ def search_scales(
 def min_max_scales(
     w: torch.Tensor, codes: Codes, symmetric: bool, scale_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale and zero point at which the codes just reach over a group, as compressed-tensors computes them.
+    """The scale and zero point with which the codes just span a group, as compressed-tensors computes them.
 
     w: [..., group_size] float32. Returns two of [..., 1] float32.
     """
@@ -131,7 +131,7 @@ def min_max_scales(
 def _group_importance(
     importance: torch.Tensor | None, num_groups: int, group_size: int, device: torch.device
 ) -> torch.Tensor:
-    """[num_groups, group_size] float32, nowhere 0."""
+    """The importance of each input, [num_groups, group_size] float32, nowhere 0."""
     if importance is None:
         return torch.ones(num_groups, group_size, device=device)
     h = importance.to(device, torch.float32)
@@ -172,8 +172,8 @@ def _search(
 def _candidates(w: torch.Tensor, codes: Codes, symmetric: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Scales and zero points to try, each [..., 1].
 
-    Symmetric: the largest weight, with its sign, is taken to 0.9 .. 1.6 of the lowest code, hence clipped by more and
-    more. Otherwise the codes reach over 0.55 .. 1.05 of the group's range, laid around its middle.
+    Symmetric: the largest weight, with its sign, goes to 0.9 .. 1.6 times the lowest code, so that it is clipped more
+    and more. Asymmetric: the codes span 0.55 .. 1.05 of the group's range, around its middle.
     """
     if symmetric:
         largest = w.gather(-1, w.abs().argmax(-1, keepdim=True))
@@ -192,12 +192,12 @@ def _candidates(w: torch.Tensor, codes: Codes, symmetric: bool) -> Iterator[tupl
 
 
 def _offsets(w: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, codes: Codes) -> torch.Tensor:
-    """q - z for the codes q nearest to the groups w. It divides, as compressed-tensors does: the same codes."""
+    """q - z for the codes q nearest to the groups w. It divides, as compressed-tensors does, to get the same codes."""
     return codes.nearest((w / scale).add_(zero)).sub_(zero)
 
 
 def _refit(offsets: torch.Tensor, hw: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best scale for the codes, and by how much it makes the loss smaller than that of a group of zeros."""
+    """The best scale for the codes, and how much smaller its loss is than the loss of a group of zeros."""
     along = (hw * offsets).sum(-1, keepdim=True)
     square = offsets.square_().mul_(h).sum(-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny)
     return along / square, along.square() / square
@@ -208,10 +208,10 @@ def _loss(w: torch.Tensor, h: torch.Tensor, scale: torch.Tensor, zero: torch.Ten
 
 
 def _storable(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The scale rounded to `dtype`, as float32; never 0, by which nothing can be divided.
+    """The scale rounded to `dtype`, as float32. It is never 0, because values are divided by it.
 
-    It may be smaller than float16's normal numbers, as 8 bits need for weights of a standard deviation below 0.002: it
-    is a normal number of float32. A processor may take one that is smaller than those for 0.
+    It may be below float16's normal numbers: 8 bits need this for weights with a standard deviation below 0.002. It is
+    always a normal number of float32, because a processor may take smaller numbers for 0.
     """
     numbers = torch.finfo(dtype)
     return _not_zero(scale.to(dtype).float(), max(numbers.tiny * numbers.eps, torch.finfo(torch.float32).tiny))

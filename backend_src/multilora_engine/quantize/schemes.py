@@ -1,4 +1,4 @@
-"""The schemes by which linears' weights are rounded, in compressed-tensors' words."""
+"""The schemes by which the weights of linears are rounded, in compressed-tensors' words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from multilora_engine.errors import ConfigError
 from multilora_engine.quantize.scales import Codes, Float8Codes, IntegerCodes
 
 PER_OUTPUT = -1
-"""A group size: one scale for all inputs of an output."""
+"""The group size that means one scale for all inputs of an output."""
 
 SCHEME_NAMES = ("w4a16", "w8a16", "fp8")
 LINEAR = "Linear"
@@ -24,12 +24,12 @@ HEAD = "lm_head"
 class Scheme:
     """w4a16, w8a16: integers of 4 or 8 bits, `pack-quantized`. fp8: float8_e4m3fn, `float-quantized`.
 
-    group_size: inputs that share a scale, or PER_OUTPUT. None is the scheme's own: for w4a16 the largest of 128, 64 and
-    32 that divides the inputs of every linear, else PER_OUTPUT.
+    group_size: how many inputs share a scale, or PER_OUTPUT. None is the scheme's own: for w4a16 the largest of 128, 64
+    and 32 that divides the inputs of every linear, for the others PER_OUTPUT.
 
-    is_packed: of integers: whether they are packed into words; those of 8 bits may also lie as int8, `int-quantized`.
+    is_packed: whether integers are packed into words. Integers of 8 bits may also be stored as int8, `int-quantized`.
 
-    fp8 is the preset FP8_DYNAMIC: a server with FP8 units rounds activations, too, a token at a time.
+    fp8 is the preset FP8_DYNAMIC: a server with FP8 units also rounds activations, token by token.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Scheme:
         return ", ".join([self.name, *([] if self.is_symmetric else ["asymmetric"]), grouping])
 
     def for_modules(self, target: str = LINEAR) -> QuantizationScheme:
-        """The scheme that compressed-tensors keeps for each quantised module. target: the modules' class or name."""
+        """The scheme in compressed-tensors' form. target: the class or the name of the modules."""
         if self.is_float:
             return QuantizationScheme(targets=[target], format=self.format, **FP8_DYNAMIC)
         assert self.group_size is not None
@@ -84,13 +84,13 @@ class Scheme:
 
 HEAD_OF_8_BITS = Scheme("w8a16", PER_OUTPUT)
 EMBEDDINGS_OF_8_BITS = Scheme("w8a16", PER_OUTPUT, is_packed=False)
-"""Not packed: transformers loads no embeddings whose tensor `weight` is missing."""
+"""They are not packed, because transformers needs the embeddings' tensor `weight`."""
 
 
 def quantization_config(scheme: Scheme, others: Mapping[str, Scheme | None]) -> QuantizationConfig:
     """The `quantization_config` of config.json.
 
-    scheme: of all linears but `others`, whose names have schemes of their own; None for modules that stay as they are.
+    scheme: the scheme of all linears except `others`. others: the schemes of named modules; None if a module stays.
     """
     of_others = {name: other for name, other in others.items() if other is not None and other != scheme}
     formats = {scheme.format, *(other.format for other in of_others.values())}

@@ -12,7 +12,7 @@ from multilora_engine.models.registry import read_model_config
 
 SAMPLE_TEXT = Path(__file__).with_name("sample_text.txt")
 MAX_TOKENS = 32_768
-"""Tokens of a text that are used; the rest is left out."""
+"""How many tokens of a text are used. The rest is left out."""
 
 _WINDOW_TOKENS = 512
 
@@ -20,8 +20,8 @@ _WINDOW_TOKENS = 512
 def token_windows(checkpoint: Path, text: Path) -> list[torch.Tensor]:
     """The first MAX_TOKENS tokens of a text file in UTF-8, cut into windows, each int64 [1, 2 to 512].
 
-    Raises ConfigError when the file cannot be read or has no two tokens, or the checkpoint has no tokenizer, or one of
-    another model.
+    Raises ConfigError if the file cannot be read or has fewer than two tokens, or if the checkpoint has no tokenizer
+    or another model's.
     """
     try:
         content = text.read_text(encoding="utf-8")
@@ -31,7 +31,7 @@ def token_windows(checkpoint: Path, text: Path) -> list[torch.Tensor]:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{checkpoint} has no tokenizer to read {text} with: {error}") from error
-    # Longer than the model's context, of which the tokenizer would warn: the windows are not.
+    # Without verbose=False the tokenizer would warn of a text longer than the context. The windows are shorter.
     token_ids = tokenizer(content, return_tensors="pt", verbose=False)["input_ids"][:, :MAX_TOKENS]
     windows = [window for window in token_ids.split(_WINDOW_TOKENS, dim=1) if window.shape[1] > 1]
     if not windows:
