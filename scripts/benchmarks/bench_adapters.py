@@ -50,12 +50,12 @@ from checkpoints.prepare_default_model import ensure_default_checkpoint
 from marked_tables import write_table
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
-from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import NO_TRAITS, AdapterTraits
+from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.request import GenerationRequest, SamplingParams

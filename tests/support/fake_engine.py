@@ -20,11 +20,11 @@ from multilora_engine.engine_info import CallLimits, EngineInfo
 from multilora_engine.errors import ConfigError, InvalidRequest, UnpackedWeightsFull
 from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.adapter_sets import AdapterSets
-from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import PackedAdapter, set_digest
+from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId
 from multilora_engine.lora.remote import RemoteAdapters
 from multilora_engine.lora.sources.fetcher import AdapterFetcher

@@ -28,7 +28,7 @@ from multilora_engine.errors import (
 from multilora_engine.guides.guided import GuideMatcher
 from multilora_engine.lora.adapter_sets import AdapterSets
 from multilora_engine.lora.adapter_state import CachedAdapter
-from multilora_engine.lora.arrivals import LoRAManager
+from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.remote import Fetch, RemoteAdapters
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.models.rope_config import AdapterRopes

@@ -18,13 +18,13 @@ from multilora_engine.execution.piecewise_graphs import CudaPieces, Pieces, Piec
 from multilora_engine.execution.self_test import GraphFault, check_graphs, check_pieces
 from multilora_engine.execution.warm_up import warm_up
 from multilora_engine.lora.adapter_events import EventLog
-from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import TORCH_DTYPES
 from multilora_engine.lora.free_pages import PagePool
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import AdapterTraits
+from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.models.loader import stored_dtype
 from multilora_engine.models.model import Model, only_group
 from multilora_engine.models.model_config import ModelConfig

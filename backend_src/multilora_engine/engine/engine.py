@@ -29,8 +29,8 @@ from multilora_engine.errors import Cancelled, InternalError, RequestError
 from multilora_engine.guides.guided import GuideCompiler
 from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.adapter_sets import AdapterSets
-from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.layout import PackedAdapter
+from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId, label_of
 from multilora_engine.lora.preload import preload_adapters
 from multilora_engine.lora.remote import RemoteAdapters

@@ -3,7 +3,7 @@
 format, layout, checkpoint_layout          wire tensors (`lora_weights`, `lora_config`) checked and packed into pages
 inventory, names                           the adapters of all tiers, described; names, task ids, members of sets
 adapter_state                              the states of a version of an adapter, and all steps between them
-arrivals, memory_tiers                     `LoRAManager`: which adapters come into memory and leave it; their users
+manager, memory_tiers                      `LoRAManager`: which adapters come into memory and leave it; their users
 host_tier, device_tier, disk_tier          the tiers
   outer_tables                             those parts as a step wants them
   free_pages, page_copies                  divide memory into pages, and fill them

@@ -21,10 +21,10 @@ import torch
 
 from multilora_engine.errors import AdapterNotFound, AdapterNotLoaded, InvalidRequest, Unavailable, Unsupported
 from multilora_engine.lora.adapter_file import DamagedFile
-from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.format import TORCH_DTYPES, check_rank, is_finite
 from multilora_engine.lora.host_tier import Loan, PlannedAdapter
 from multilora_engine.lora.layout import AdapterTraits, PackedRow, set_digest
+from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import SetMember, TaskId, number_of, tenant_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters
 from multilora_engine.lora.sources.fetcher import DaemonThreads

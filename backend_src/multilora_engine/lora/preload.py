@@ -17,9 +17,9 @@ import torch
 
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, ConfigError, InvalidRequest
 from multilora_engine.log_lines import one_line
-from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
+from multilora_engine.lora.manager import LoRAManager
 from multilora_wire.adapter_origin import WrongBaseModel
 from multilora_wire.converted_files import (
     CONFIG_FILE,

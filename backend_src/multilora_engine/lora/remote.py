@@ -21,9 +21,9 @@ from multilora_engine.errors import (
 )
 from multilora_engine.histogram import Histogram
 from multilora_engine.log_lines import one_line
-from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.host_tier import PlannedAdapter
 from multilora_engine.lora.life_cycle import OnEvent, TierStats, adapter_event
+from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId, number_of, scoped_task_id, tenant_of
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_wire.adapter_info import AdapterInfo, Status

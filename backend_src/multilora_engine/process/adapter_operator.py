@@ -11,7 +11,7 @@ from multilora_engine.engine.engine_stats import WeightInfo, WeightStats
 from multilora_engine.errors import AdapterNotFound, AdapterNotHere, InvalidRequest
 from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.adapter_sets import AdapterSets
-from multilora_engine.lora.arrivals import LoRAManager
+from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import SetMember, TaskId, checked_members, scoped_task_id, task_id_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters, describe_remote
 from multilora_engine.lora.sources.source import AdapterKey

@@ -20,8 +20,8 @@ from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import AdapterNotFound, AdapterNotKept, EngineUnavailable, InternalError, RequestError
 from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.adapter_sets import AdapterSets
-from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.layout import PackedAdapter
+from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId, label_of
 from multilora_engine.lora.remote import RemoteAdapters
 from multilora_engine.process.adapter_operator import AdapterOperator, ManagedWeights, PendingReport

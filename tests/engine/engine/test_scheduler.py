@@ -17,11 +17,11 @@ from multilora_engine.engine.accounts import Accounts
 from multilora_engine.engine.engine_stats import PromptWaitStats
 from multilora_engine.engine.pace import Pace, StepWork
 from multilora_engine.engine.scheduler import PromptWaits, Scheduler
-from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import PackedAdapter
+from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
 from multilora_engine.sequences.sequence import ScheduledSequence, Sequence, SequenceStatus
 from multilora_engine.text.text_stream import TextStream

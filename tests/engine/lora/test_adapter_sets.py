@@ -33,12 +33,12 @@ from multilora_engine.errors import (
 )
 from multilora_engine.lora.adapter_events import EventLog
 from multilora_engine.lora.adapter_sets import AdapterSets, Part, plan_set
-from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import TORCH_DTYPES, check_rows, pack_adapter, pack_peft
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import PackedAdapter, set_digest
+from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import SetMember, checked_members, set_task_id, task_id_of
 from multilora_engine.lora.remote import RemoteAdapters
 from multilora_engine.lora_config import LoRAConfig

@@ -32,7 +32,6 @@ from support.adapters import TINY, WireAdapter, wire_adapter
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, AdapterNotLoaded
 from multilora_engine.lora.adapter_file import write_file_atomically
 from multilora_engine.lora.adapter_state import TRANSITIONS, AdapterState, CachedAdapter, Memory, State
-from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import pack_adapter
@@ -40,6 +39,7 @@ from multilora_engine.lora.free_pages import PagePool
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.life_cycle import OnEvent, ignore_event
+from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId, TenantTaskId, label_of, scoped_task_id
 from multilora_engine.lora.page_copies import CopyPages, PageCopy
 from multilora_wire.adapter_event import AdapterEvent

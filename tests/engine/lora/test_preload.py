@@ -13,10 +13,10 @@ import torch
 from support.adapters import TINY, WireAdapter, wire_adapter
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.preload import preload_adapters
 from multilora_wire.adapter_origin import AdaptedLinear, AdapterOrigin
 

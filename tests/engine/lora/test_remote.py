@@ -30,11 +30,11 @@ from multilora_engine.errors import (
     SourceUnavailable,
 )
 from multilora_engine.lora.adapter_events import EventLog
-from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import PackedAdapter
+from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters
 from multilora_engine.lora.sources.fetcher import FetchedAdapter

@@ -15,13 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.adapters import SPANNING, WireAdapter, wire_adapter
 
 from multilora_engine.errors import AdapterCacheFull
-from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.device_tier import DeviceTier, TableRows
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import TORCH_DTYPES, pack_adapter
 from multilora_engine.lora.free_pages import PagePool
 from multilora_engine.lora.host_tier import CachedAdapter, HostTier
 from multilora_engine.lora.layout import PackedAdapter, page_shape
+from multilora_engine.lora.manager import LoRAManager
 from multilora_kernels import LoRATables, lora_segments, reference
 from multilora_wire.layout import AdapterLayout, PageShape, num_values
 from multilora_wire.sites import AdapterSite, ModelSites, SitePart, WireModule, decoder_sites

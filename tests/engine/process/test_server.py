@@ -15,11 +15,11 @@ from support.fake_engine import FAIL_STEP, HOLD, FakeEngine
 from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 from support.served_engine import new_heartbeat, served
 
-from multilora_engine.lora.arrivals import LoRAManager
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.liveness import DrainOrder, Heartbeat, heartbeat_file
 from multilora_engine.process.messages import (

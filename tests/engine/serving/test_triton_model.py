@@ -42,7 +42,7 @@ def imported_by(module: str) -> set[str]:
 
 def test_a_front_does_not_import_the_tiers_and_their_operators() -> None:
     """They would cost every start and every recovery a second or more."""
-    assert {"multilora_kernels", "multilora_engine.lora.arrivals"} & imported_by("triton_model") == set()
+    assert {"multilora_kernels", "multilora_engine.lora.manager"} & imported_by("triton_model") == set()
 
 
 @pytest.mark.parametrize("module", ["adapters_model", "immediate_model", "triton_model"])
