@@ -15,55 +15,38 @@ from multilora_engine.request import Sender
 _MINUTE_S = 60.0
 
 
-class _Allowance:
-    """What is left of one rate: at most a minute's worth. It fills up all the time. Below zero it is a debt."""
-
-    def __init__(self, now_s: float) -> None:
-        self._full_at_s = now_s
-
-    def wait_s(self, per_minute: int, now_s: float) -> float:
-        """The seconds until one more may be taken; 0 if at once."""
-        return max(0.0, self._full_at_s - now_s - _MINUTE_S + _MINUTE_S / per_minute)
-
-    def take(self, amount: int, per_minute: int, now_s: float) -> None:
-        self._full_at_s = max(self._full_at_s, now_s) + amount * _MINUTE_S / per_minute
-
-
 class RateLimits:
-    """The limits a minute of API keys. They are counted in the engine process, because all doors lead there.
+    """The rates of API keys. Belongs to the engine process, since all doors lead there.
 
-    A request is accepted while something is left. If it takes more than that, the key owes the excess, and its next
-    request is refused until the debt is paid.
+    Each rate of a key has an allowance of a minute's worth, which is filled up all the time. A request is accepted
+    while a rest is left. If it takes more than the rest, the key owes the excess, and its next request waits. The file
+    of keys promises requests and tokens: these limits do not read the seconds of a client's account.
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
-        self._requests: dict[str, _Allowance] = {}
-        self._tokens: dict[str, _Allowance] = {}
+        self._full_at_s: dict[tuple[str, str], float] = {}
 
     def admit(self, sender: Sender, num_requests: int) -> None:
-        """Take requests from what the sender's key has left. Raises RateExceeded, and takes nothing then."""
-        now_s = self._now_s()
-        _check("tokens", self._tokens, sender.key_id, sender.tokens_per_minute, now_s)
-        _check("requests", self._requests, sender.key_id, sender.requests_per_minute, now_s)
-        _take(self._requests, sender.key_id, sender.requests_per_minute, num_requests, now_s)
+        """Take requests from the rest of the sender's key. Raises RateExceeded, and nothing is taken then."""
+        self._check("tokens", sender.key_id, sender.tokens_per_minute)
+        self._check("requests", sender.key_id, sender.requests_per_minute)
+        self._take("requests", sender.key_id, sender.requests_per_minute, num_requests)
 
     def charge(self, sender: Sender, num_tokens: int) -> None:
-        """Count tokens that were read or written for the sender's key."""
-        _take(self._tokens, sender.key_id, sender.tokens_per_minute, num_tokens, self._now_s())
+        """Tokens were read or written for the sender's key."""
+        self._take("tokens", sender.key_id, sender.tokens_per_minute, num_tokens)
 
+    def _check(self, unit: str, key_id: str, per_minute: int | None) -> None:
+        if per_minute is not None and (unit, key_id) in self._full_at_s:
+            wait_s = self._full_at_s[unit, key_id] - self._now_s() - _MINUTE_S + _MINUTE_S / per_minute
+            if wait_s > 0:
+                raise RateExceeded(unit, per_minute, wait_s)
 
-def _check(unit: str, allowances: dict[str, _Allowance], key_id: str, per_minute: int | None, now_s: float) -> None:
-    if per_minute is None or key_id not in allowances:
-        return
-    wait_s = allowances[key_id].wait_s(per_minute, now_s)
-    if wait_s > 0:
-        raise RateExceeded(unit, per_minute, wait_s)
-
-
-def _take(allowances: dict[str, _Allowance], key_id: str, per_minute: int | None, amount: int, now_s: float) -> None:
-    if per_minute is not None:
-        allowances.setdefault(key_id, _Allowance(now_s)).take(amount, per_minute, now_s)
+    def _take(self, unit: str, key_id: str, per_minute: int | None, amount: int) -> None:
+        if per_minute is not None:
+            before_s = max(self._full_at_s.get((unit, key_id), 0.0), self._now_s())
+            self._full_at_s[unit, key_id] = before_s + amount * _MINUTE_S / per_minute
 
 
 @dataclass(frozen=True, slots=True)
