@@ -36,8 +36,9 @@
         InternalError       -> INTERNAL           a step failed on the device, and its requests are lost; or the work of
                                                   one request on the host, and it alone is
 
-On streams and on HTTP generate Triton hands only the message on, so `wire_message` puts the code in front and the
-request id behind: `[NOT_FOUND] LoRA task 7 not found in cache. Please send LoRA weights with request (request ab12)`.
+On streams and on HTTP generate Triton hands only the message on. So `wire_message` puts the code before the text and
+the request id after it:
+`[NOT_FOUND] LoRA task 7 not found in cache. Please send LoRA weights with request (request ab12)`.
 
 A `lora_task_id` is a `multilora_engine.lora.names.TaskId`, of which an error keeps the text alone; names.py raises
 these errors and cannot be imported here.

@@ -8,7 +8,7 @@ _MAX_LINE_CHARS = 8192
 
 
 def one_line(text: str, max_chars: int) -> str:
-    """`text` with everything unprintable escaped, and cut behind `max_chars` with the number of missing ones.
+    """`text` with unprintable characters escaped, and cut after `max_chars`. The number of missing characters follows.
 
     >>> one_line("a\\nb" + "c" * 100, 5)
     'a\\\\nbcc... (98 more)'

@@ -43,25 +43,26 @@ class SamplingParams(msgspec.Struct, frozen=True):
     repetition_penalty (1 is none) counts prompt and answer; presence_penalty and frequency_penalty (0 is none) count
     the answer. embedding_bias: (token id, addend of its logit). bad_token_sequences: never completed.
 
-    No end token before `min_tokens` tokens. `end_id` None means the checkpoint's own end tokens; -1 means none. With a
-    `guide` an end token is chosen only where the answer parses; where nothing can follow, the answer ends by itself,
-    before `min_tokens` if need be.
-    `stop_words` are matched on the generated text and never emitted, not even in part; one that spells special tokens
-    is matched on these tokens, which no text has, too. stop_token_sequences: the same
-    by token ids, as upstream's `stop_words_list` has them. include_stop_str_in_output: emit the stop all the same.
-    max_tokens 0 computes the prompt and answers with no token.
+    min_tokens: no end token before this many tokens. end_id: None means the checkpoint's own end tokens; -1 means none.
+    guide: an end token is chosen only if the answer parses. If nothing can follow, the answer ends by itself, even
+    before `min_tokens`.
+    stop_words: matched on the generated text, and never emitted, not even in part. A stop word that spells special
+    tokens is also matched on these tokens, which have no text. stop_token_sequences: stops by token ids, as in
+    upstream's `stop_words_list`. include_stop_str_in_output: emit the stop all the same.
+    max_tokens: 0 computes the prompt and answers with no token.
 
-    return_log_probs: log-probabilities of the chosen tokens, by the model's own logits. num_top_log_probs: of so many
-    most probable tokens beside it. return_context_logits, return_generation_logits: these logits themselves, behind
-    each token of the prompt, and the logits by which each token of the answer was chosen. return_prompt_log_probs:
-    log-probabilities of the prompt's tokens. num_prompt_top_log_probs: with these, of so many most probable tokens in
-    their places.
+    return_log_probs: log-probabilities of the chosen tokens, by the model's own logits. num_top_log_probs: also of this
+    many most probable tokens. return_context_logits: the logits after each token of the prompt.
+    return_generation_logits: the logits from which each token of the answer was chosen. return_prompt_log_probs:
+    log-probabilities of the prompt's tokens. num_prompt_top_log_probs: also of this many most probable tokens in their
+    places.
 
-    beam_width > 1: not a drawn answer but the so many likeliest ones that beam search finds (beam_search.py), ranked by
-    the log-probs of their tokens, after temperature, biases and penalties, added up and divided by length
-    ** length_penalty. early_stopping 1: done with `beam_width` ended answers. 0: done when the best beam, as long as it
-    is now, would be no better than the worst of these. Any other: the same, at the length that is best for the beam.
-    beam_search_diversity_rate: added to a candidate's rank for each beam that is likelier than its own.
+    beam_width: above 1, this many of the likeliest answers that beam search finds (beam_search.py), in place of a drawn
+    answer. They are ranked by the sum of their tokens' log-probs, after temperature, biases and penalties, divided by
+    length ** length_penalty. early_stopping: 1 ends the search with `beam_width` ended answers. 0 ends it when the best
+    beam, at its present length, would be no better than the worst of these answers. Any other value does so at the
+    length that is best for the beam. beam_search_diversity_rate: added to a candidate's rank for each beam that is
+    likelier than its own.
     """
 
     max_tokens: int
@@ -113,10 +114,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
     def must_read_each_token(self) -> bool:
         """Whether the host must have read a token before the next one is chosen.
 
-        A guide's grammar and a beam search, which compares beams, are the host's; logits of the prompt are read with
-        the step that has them. Penalties, bad words, `min_tokens` and the decay of top_p need no such wait: the device
-        does them. Stop words and stop tokens neither: they are looked for behind the device, and tokens that were
-        computed beyond one are dropped.
+        The host follows a guide's grammar, and compares the beams of a search. Logits of the prompt are read with their
+        step. The device itself does penalties, bad words, `min_tokens` and the decay of top_p, so these need no wait.
+        Stop words and stop tokens need none either: the host looks for them later, and drops the tokens beyond a stop.
         """
         return self.guide is not None or self.beam_width > 1 or self.return_context_logits
 

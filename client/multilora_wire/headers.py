@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 CLIENT_HEADER = "x-multilora-client"
-"""A header of HTTP and gRPC, in lower case: the caller for whom a proxy or a front asks, behind the secret that they
-share with the server. A proxy removes it from clients' requests."""
+"""A header of HTTP and gRPC, in lower case: the secret that a proxy or front shares with the server, then the caller
+for whom it asks. A proxy removes this header from clients' requests."""
 
 KEY_HEADER = "authorization"
 """The API key, as `Bearer KEY`. Triton passes no header of HTTP generate on: there it stands in the body."""

@@ -48,7 +48,7 @@ class PageShape:
 
 @dataclass(frozen=True)
 class Placement:
-    """The places of pieces. offsets: bytes from the start of the adapter's pages, as if they lay one behind another.
+    """The places of pieces. offsets: bytes from the start of the adapter's pages, as if these lay one after another.
 
     fill: bytes used of each page. shape: of the pages.
     """

@@ -271,7 +271,7 @@ def _wire_modules(sites: Sequence[AdapterSite], is_gated: bool) -> Iterator[Wire
 
 
 def _wire_module(module_id: int, *sites: AdapterSite) -> WireModule:
-    """The module whose B has the rows of `sites` one behind another."""
+    """The module whose B has the rows of `sites`, one site after another."""
     starts = [sum(site.out_size for site in sites[:index]) for index in range(len(sites))]
     parts = tuple(SitePart(site.column, start) for site, start in zip(sites, starts, strict=True))
     first, out_size = sites[0], sum(site.out_size for site in sites)

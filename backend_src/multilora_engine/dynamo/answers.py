@@ -86,7 +86,7 @@ class Answer:
         return chunk
 
     def _top(self, token_id: int, told: TokenLogProb) -> Sequence[Mapping[str, Any]]:
-        """The likeliest tokens, best first, and behind them the chosen token if it is not among them."""
+        """The likeliest tokens, best first, then the chosen token if it is not among them."""
         entries = list(told.top)
         if token_id not in dict(entries):
             entries.append((token_id, told.log_prob))

@@ -34,7 +34,7 @@ class BlockPublisher:
 
     Dynamo computes the hash that it routes by from published values: tokens, name of the adapter, salt. That hash
     knows no versions: when a name has moved to other weights, the first block of the later weights takes back the
-    blocks of the earlier weights. Blocks behind an unpublished block are left out: the router cannot place them.
+    blocks of the earlier weights. Blocks after an unpublished block are left out: the router cannot place them.
     """
 
     def __init__(self) -> None:

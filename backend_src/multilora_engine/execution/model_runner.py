@@ -244,7 +244,7 @@ def _pending(step: list[ScheduledSequence], before: Choice | None) -> NDArray[np
 def _logits_indices(step: list[ScheduledSequence], ends: list[int]) -> NDArray[np.int64]:
     """The last row of each sequence that is sampled, then the rows of the prompts whose logits are wanted.
 
-    ends: for each sequence the row behind its last one.
+    ends: for each sequence the row after its last one.
     """
     sampled = [end - 1 for scheduled, end in zip(step, ends, strict=True) if scheduled.is_sampled]
     context = [
@@ -313,7 +313,7 @@ def _scored(step: list[ScheduledSequence]) -> list[tuple[Sequence, PromptLogProb
 
 
 def _rows_and_next_tokens(step: list[ScheduledSequence]) -> torch.Tensor:
-    """int64 [2, n]: the row of each scored position in the step's batch, and the token behind it."""
+    """int64 [2, n]: the row of each scored position in the step's batch, and the token after it."""
     rows, token_ids, end = [], [], 0
     for scheduled in step:
         positions = scheduled.scored_positions

@@ -49,7 +49,7 @@ def piece_sizes(max_num_tokens: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Capture:
-    """The pieces of one size, the attention between each two with its cache, and the rows behind the last layer."""
+    """The pieces of one size, the attention between each two with its cache, and the rows after the last layer."""
 
     pieces: list[Run]
     attentions: list[tuple[Attention, torch.Tensor, torch.Tensor]]
@@ -88,7 +88,7 @@ class PiecewiseGraphs:
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, on_layer: Callable[[], None] = lambda: None) -> HiddenStates:
-        """`Model.hidden_states`, overwritten by the next step; rows behind the tokens of this one mean nothing."""
+        """`Model.hidden_states`. The next step overwrites the rows. Rows after this step's tokens mean nothing."""
         num_tokens = len(batch.input_ids)
         size = self._sizes[bisect.bisect_left(self._sizes, num_tokens)]
         self._fill(batch, size)

@@ -141,8 +141,10 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdapterTaken(msgspec.Struct, frozen=True, tag=True):
-    """The engine has the adapter that came with a request; the front need not hold it any longer. Not told to a front
-    that is behind with reading, which hears of it by the end of the request."""
+    """The engine has the adapter that came with a request, and the front need not hold it any longer.
+
+    A front that is behind with reading does not get this message. It learns it from the end of the request.
+    """
 
     request_id: str
 

@@ -157,9 +157,9 @@ class GenerationFront(Front):
         responder: Responder,
         gives_back: bool = False,
     ) -> None:
-        """Have `submit` done behind the earlier ones with its `keys`, on another thread if it is long.
+        """Do `submit` after all earlier work with the same `keys`, on another thread if it is long.
 
-        gives_back: whether the memory that it used, and freed, goes back to Linux.
+        gives_back: whether the memory that `submit` used and freed goes back to Linux.
         """
 
         def work() -> None:

@@ -142,8 +142,8 @@ USAGE_METRICS: Mapping[str, MetricName] = {
     "prompt_tokens": _counter("lora_prompt_tokens", "Tokens of prompts, by adapter"),
     "output_tokens": _counter("lora_output_tokens", "Generated tokens, by adapter"),
 }
-"""By field of `Usage`, with the label `lora_task_id`: a number, behind its tenant and @ if it has one, or `other` for
-those without metrics of their own."""
+"""The metrics by field of `Usage`. The label `lora_task_id` is a number, or TENANT@NUMBER for a tenant's adapter, or
+`other` for the adapters without metrics of their own."""
 
 CLIENT_METRICS: Mapping[str, MetricName] = {
     "requests": _counter("client_requests", "Requests that ended, by tenant or client"),

@@ -175,15 +175,17 @@ class ReplyRow(msgspec.Struct, frozen=True):
 
 
 class OutputColumns:
-    """The outputs that a request wants to have, picked once for all of its responses.
+    """The outputs that a request asks for, picked once for all of its responses.
 
-    Each array has the rows as its leading dimension. output_ids is [rows, num_sequences, longest], where `pad_id` fills
-    up shorter ones; output_log_probs is the same, filled up with 0; top_log_probs, top_log_prob_ids and output_tokens
-    have each token's values behind that, and generation_logits [rows, num_sequences, longest, vocab];
-    context_logits is [rows, longest prompt, vocab], and values of the prompt's tokens [rows, longest prompt] or
-    that with one dimension more. Of the others, an array that is the same for all sequences of a row
-    (`_SAME_IN_A_ROW`), or counts them together, is [rows, 1], every other one is [rows, num_sequences].
-    `num_sequences`, of which a response has so many answers for each row, take the place of upstream's beams.
+    The leading dimension of each array is the rows. `num_sequences` is the number of answers for each row in a
+    response, in place of upstream's beams.
+
+    - output_ids: [rows, num_sequences, longest], padded with `pad_id`. output_log_probs: the same, padded with 0.
+    - top_log_probs, top_log_prob_ids, output_tokens: the same, with one more dimension for the values of each token.
+    - generation_logits: [rows, num_sequences, longest, vocab]. context_logits: [rows, longest prompt, vocab].
+    - Values of the prompt's tokens: [rows, longest prompt], some with one more dimension.
+    - Arrays that are equal for all sequences of a row (`_SAME_IN_A_ROW`), or that count them together: [rows, 1].
+    - All others: [rows, num_sequences].
 
     flat_text_output is [rows * num_sequences], and left out beside text_output. has_flat_text: so is text_output.
     """

@@ -1,7 +1,7 @@
 """`SenderBook`: the sender of a request, and its rights.
 
-Triton hands a model the headers that it passes on as parameters of the request, behind the parameters that the client
-wrote into the request itself. Over HTTP generate no header is passed on: all parameters are the client's own.
+Triton passes headers on to a model as parameters of the request. They come after the parameters that the client wrote
+into the request itself. Over HTTP generate Triton passes no header on: all parameters are the client's own.
 """
 
 from __future__ import annotations

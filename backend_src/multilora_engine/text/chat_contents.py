@@ -202,8 +202,8 @@ class _Marking:
         """The marks in the prompt, and the marks of parts that the template wrote as Python or JSON writes a list."""
         found: set[str] = set()
         quoted: set[str] = set()
-        for before, behind in itertools.pairwise(text.split(self._secret)):
-            found.add(mark := self._secret + behind[: _NUM_DIGITS + 1])
+        for before, after in itertools.pairwise(text.split(self._secret)):
+            found.add(mark := self._secret + after[: _NUM_DIGITS + 1])
             if (quoting := self._in_lists.get(mark)) and quoting.search(before[-_MAX_QUOTING:]):
                 quoted.add(mark)
         return found, quoted

@@ -228,7 +228,7 @@ def _config(repository: Path, model: str) -> Path:
 
 
 def _replace(path: Path, pattern: str, value: str) -> None:
-    """Write `value` behind the one place where `pattern` matches. Raises ConfigError when there is none."""
+    """Write `value` after the first place where `pattern` matches. Raises ConfigError if there is no such place."""
     text, count = re.subn(pattern, lambda match: match[1] + value, path.read_text(), count=1)
     if not count:
         raise ConfigError(f"{path}: it has no place for the value {value!r}; is it one of our files?")

@@ -15,7 +15,7 @@ _REGEX = "re:"
 
 
 def matches_name(pattern: str, name: str) -> bool:
-    """Whether a module's full name is `pattern`, or begins as the regular expression behind `re:` says."""
+    """Whether a module's full name is `pattern`, or begins as the regular expression after `re:` says."""
     if not pattern.startswith(_REGEX):
         return pattern == name
     return compiled(pattern.removeprefix(_REGEX)).match(name) is not None
@@ -36,7 +36,7 @@ def best_match(patterns: Iterable[str], name: str, module_class: ModuleClass) ->
 
 
 def check_pattern(key: str, pattern: str) -> None:
-    """Raises QuantizationError, which names the key, for a pattern behind `re:` that is no regular expression."""
+    """Raises QuantizationError, which names the key, if the text after `re:` is no regular expression."""
     if pattern.startswith(_REGEX):
         try:
             compiled(pattern.removeprefix(_REGEX))

@@ -51,7 +51,7 @@ class QuantizedRows:
 
 
 class Scheme(Protocol):
-    """How one linear is stored: the tensors behind its name, and their meaning.
+    """How one linear is stored: the tensors under its name, and their meaning.
 
     group_size: inputs that share a scale; None for all inputs of a row.
     """

@@ -293,7 +293,7 @@ def _draw(weights_ptr, cut, last, uniform, size, BLOCK: tl.constexpr, NUM_BLOCKS
 
 @triton.jit
 def _left(weights_ptr, start, cut, last, BLOCK: tl.constexpr):
-    """The weights of a block in units, as `_halves`, zero for the tokens behind the cut."""
+    """The weights of a block in units, as `_halves`, zero for the tokens after the cut."""
     columns = start + tl.arange(0, BLOCK)
     weight = tl.load(weights_ptr + columns)
     bits = weight.to(tl.int32, bitcast=True)

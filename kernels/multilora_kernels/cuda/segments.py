@@ -121,7 +121,7 @@ def segment_kernel(
 
 @triton.jit
 def _keys(mapping_ptr, tokens, num_tokens, max_loras):
-    """The adapters of tokens; behind all of them the base model, and behind that what is no token."""
+    """The adapters of tokens. The base model sorts after all adapters, and what is no token after that."""
     lora_index = tl.load(mapping_ptr + tokens, mask=tokens < num_tokens, other=0).to(tl.int32)
     key = tl.where(lora_index < 0, max_loras, lora_index)
     return tl.where(tokens < num_tokens, key, max_loras + 1)

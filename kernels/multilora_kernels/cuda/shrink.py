@@ -124,7 +124,7 @@ def shrink_kernel(
 ):
     """One program: a chunk's tokens, BLOCK_R ranks of one slice, one part of the hidden size or all of them."""
     chunk = tl.program_id(0)
-    # All at once, before anything is decided: loads one behind the other would take as long as the work.
+    # All at once, before anything is decided: loads one after another would take as long as the work.
     length = tl.load(chunk_length_ptr + chunk)
     start = tl.load(chunk_start_ptr + chunk)
     lora_index = tl.load(chunk_lora_index_ptr + chunk)

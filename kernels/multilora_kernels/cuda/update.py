@@ -160,7 +160,7 @@ def update_kernel(
 ):
     """One program: a chunk's tokens, OUTPUTS outputs of one slice, all ranks."""
     chunk = tl.program_id(1)
-    # All at once, before anything is decided: three loads one behind the other would take as long as the work.
+    # All at once, before anything is decided: three loads one after another would take as long as the work.
     length = tl.load(chunk_length_ptr + chunk)
     start = tl.load(chunk_start_ptr + chunk)
     lora_index = tl.load(chunk_lora_index_ptr + chunk)

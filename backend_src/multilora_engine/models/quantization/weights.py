@@ -86,7 +86,7 @@ class CodedWeight:
 
 @dataclass(frozen=True)
 class StackedWeight:
-    """Weights that are stored in different ways, their outputs one behind another."""
+    """Weights that are stored in different ways. The outputs of one follow the outputs of another."""
 
     weights: Sequence[LinearWeight]
 
