@@ -16,9 +16,13 @@ activated    a conversation that the base has answered, and eight adapters of ra
              another: the first token, and the time of all eight. Activated adapters use keys and values of the base,
              plain ones compute the conversation again, as PEFT does; default model
 
+kinds        answers of 32 tokens to sixteen requests with sixteen adapters of one kind: plain ones of rank 16 on all
+             linears, the same with 16 rows of tokens, the embeddings, or the head; of rank 32; sets of two plain ones;
+             none. Making a set, on one thread, against copying pages of its size; default model
+
 All but memory and way in use an engine in this process on a CPU, where host and device tier are the same pages and the
-device tier has `max_loras` places; all but activated, with a model of random weights. What is compared runs in turn,
-round after round, so that other load on the machine meets all contestants; medians are reported.
+device tier has `max_loras` places; all but activated and kinds, with a model of random weights. What is compared runs
+in turn, round after round, so that other load on the machine meets all contestants; medians are reported.
 
 A part is a function of a `Setting` that returns rows, an entry of `PARTS`, and a line above.
 """
@@ -26,6 +30,7 @@ A part is a function of a `Setting` that returns rows, an entry of `PARTS`, and 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import statistics
 import tempfile
@@ -41,6 +46,7 @@ import typer
 from pydantic import ByteSize
 from rich.console import Console
 from rich.progress import Progress
+from safetensors.torch import save
 
 from benchmarks.adapter_bench import PLACES, RANKS, WARM_UP_TOKENS, Bench, random_wire, settle
 from benchmarks.machine_limits import seconds_of
@@ -50,16 +56,22 @@ from checkpoints.prepare_default_model import ensure_default_checkpoint
 from marked_tables import write_table
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
+from multilora_engine.lora.adapter_sets import Part as SetPart
+from multilora_engine.lora.adapter_sets import plan_set
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora.device_tier import DeviceTier
-from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.format import pack_adapter, pack_peft
 from multilora_engine.lora.host_tier import HostTier
-from multilora_engine.lora.layout import NO_TRAITS, AdapterTraits
+from multilora_engine.lora.layout import NO_TRAITS, AdapterTraits, PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.lora.names import SetMember, checked_members
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_wire.adapter_info import AdapterMember
 from multilora_wire.layout import AdapterLayout, num_values
+from multilora_wire.peft_files import read_peft
+from multilora_wire.tensor_file import MemoryBytes
 from plots import PERFORMANCE, write_plots
 from sources import measured_source
 
@@ -326,6 +338,129 @@ def _judged_rows(name: str, seconds: Mapping[str, list[list[float]]], goal: floa
     ]
 
 
+_NUM_ROWS, _RANK = 16, 16
+_KINDS_TOKENS = 32
+
+
+def kinds_rows(setting: Setting) -> list[Row]:
+    """Sixteen requests for sixteen adapters of one kind, the kinds in turn; and the making of a set."""
+    config = EngineConfig(
+        model_path=setting.model,
+        device="cpu",
+        num_threads=torch.get_num_threads(),
+        kv_cache_memory_bytes=ByteSize(256 << 20),
+        lora=LoRAConfig(max_loras=_NUM_ROWS, lora_cache_host_memory_bytes=ByteSize(3 << 30)),
+    )
+    engine = Engine(config)
+    first_of = {kind: _NUM_ROWS * index for index, kind in enumerate(("plain", *_WITH, "rank 32", "set of two"), 1)}
+    _put_kinds(engine, first_of)
+    rates: dict[str, list[float]] = {kind: [] for kind in ("base", *first_of)}
+    for kind in itertools.chain.from_iterable(itertools.repeat(rates, setting.rounds)):
+        first = first_of.get(kind)
+        requests = [_kinds_request(index, first and first + index) for index in range(_NUM_ROWS)]
+        started = time.perf_counter()
+        setting.bench.serve(engine, requests, _NUM_ROWS)
+        rates[kind].append(_NUM_ROWS * _KINDS_TOKENS / (time.perf_counter() - started))
+    layout = engine.loras.device.layout
+    engine.close()
+    medians = {kind: statistics.median(of_kind) for kind, of_kind in rates.items()}
+    rows = [Row(f"kinds: {kind}", rate, "tokens/s") for kind, rate in medians.items()]
+    for kind, other, goal in (
+        ("token rows", "plain", 0.97),
+        ("embeddings", "plain", 0.97),
+        ("set of two", "rank 32", 0.97),
+    ):
+        pairs = zip(rates[kind], rates[other], strict=True)
+        ratio = statistics.median(one / beside for one, beside in pairs)
+        rows.append(at_least(f"kinds: {kind} against {other}", ratio, "x", goal))
+    return [*rows, _head_row(rates, layout), *_set_rows(layout, setting.rounds)]
+
+
+_WITH = ("token rows", "embeddings", "head")
+"""Kinds that have a part outside the layers beside LoRA of rank 16 on all linears."""
+
+
+def _put_kinds(engine: Engine, first_of: Mapping[str, int]) -> None:
+    layout = engine.loras.device.layout
+    for index in range(_NUM_ROWS):
+        wire = random_wire(layout, _RANK, index)
+        engine.put_adapter(first_of["plain"] + index, pack_adapter(*wire, layout))
+        engine.put_adapter(first_of["rank 32"] + index, pack_adapter(*random_wire(layout, 2 * _RANK, index), layout))
+        for kind in _WITH:
+            engine.put_adapter(first_of[kind] + index, _with_part(kind, layout, index))
+        settle(engine)
+    for index in range(_NUM_ROWS):
+        members = [SetMember(first_of["plain"] + (index + other) % _NUM_ROWS, 0.5) for other in (0, 1)]
+        engine.sets.fetch(first_of["set of two"] + index, checked_members(members))
+        settle(engine)
+
+
+def _with_part(kind: str, layout: AdapterLayout, seed: int) -> PackedAdapter:
+    """PEFT's files of an adapter on all linears and of one part more."""
+    outer, generator = layout.sites.outer, torch.Generator().manual_seed(seed)
+    assert outer is not None
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 0.02
+
+    tensors, fields = dict[str, torch.Tensor](), dict[str, list[int]]()
+    for site in layout.sites.sites:
+        tensors[f"model.{site.name}.lora_A.weight"] = matrix(_RANK, site.in_size)
+        tensors[f"model.{site.name}.lora_B.weight"] = matrix(site.out_size, _RANK)
+    if kind == "token rows":
+        fields["trainable_token_indices"] = Random(seed).sample(range(outer.vocab_size), 16)
+        tensors["model.embed_tokens.token_adapter.trainable_tokens_delta"] = matrix(16, outer.head.in_size)
+    else:
+        name = "lm_head.lora_{}.weight" if kind == "head" else "model.embed_tokens.lora_embedding_{}"
+        site = outer.head if kind == "head" else outer.embeddings
+        tensors[name.format("A")], tensors[name.format("B")] = matrix(_RANK, site.in_size), matrix(site.out_size, _RANK)
+    config = json.dumps({"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, **fields}).encode()
+    weights = save({f"base_model.model.{name}": tensor for name, tensor in tensors.items()})
+    return pack_peft(read_peft(config, MemoryBytes(weights), layout.sites), layout, Path())
+
+
+def _kinds_request(index: int, task: int | None) -> GenerationRequest:
+    random = Random(index)
+    prompt = [random.randrange(100, 40_000) for _ in range(16)]
+    return GenerationRequest(f"kinds {index}", prompt, SamplingParams(max_tokens=_KINDS_TOKENS, end_id=-1), task)
+
+
+def _head_row(rates: Mapping[str, Sequence[float]], layout: AdapterLayout) -> Row:
+    """The time that heads of rank 16 add to a step, over the time that their bytes take."""
+    outer = layout.sites.outer
+    assert outer is not None
+    heads = torch.zeros(_NUM_ROWS * _RANK * (outer.head.in_size + outer.head.out_size))
+    read_s = statistics.median(seconds_of(heads.sum) for _ in range(9))
+    per_step = {kind: statistics.median(_NUM_ROWS / rate for rate in rates[kind]) for kind in ("plain", "head")}
+    return at_most(
+        "kinds: head, time over that of its bytes", (per_step["head"] - per_step["plain"]) / read_s, "x", 1.2
+    )
+
+
+def _set_rows(layout: AdapterLayout, rounds: int) -> list[Row]:
+    """Planning and filling a set of two adapters on one thread, against copying pages of its size."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    members = [pack_adapter(*random_wire(layout, _RANK, seed), layout) for seed in range(2)]
+    parts = [
+        SetPart(AdapterMember(seed, 0.5, packed.digest), packed.rows, list(packed.pages))
+        for seed, packed in enumerate(members)
+    ]
+    plan = plan_set(parts, layout)
+    target = torch.zeros(len(plan.placement.fill), layout.page_bytes, dtype=torch.uint8)
+    source, pages = torch.ones_like(target), list(target)
+    seconds: dict[str, list[float]] = {"copy": [], "set": []}
+    for _ in range(4 * rounds):
+        seconds["copy"].append(seconds_of(lambda: [page.copy_(one) for page, one in zip(pages, source, strict=True)]))
+        seconds["set"].append(seconds_of(lambda: plan_set(parts, layout).fill(pages)))
+    torch.set_num_threads(num_threads)
+    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
+    return [
+        Row("kinds: a set of two, made", medians["set"] * 1e3, "ms"),
+        at_most("kinds: a set of two, against a copy of its bytes", medians["set"] / medians["copy"], "x", 3.0),
+    ]
+
+
 PARTS: Mapping[str, Callable[[Setting], list[Row]]] = {
     "memory": memory_rows,
     "way in": way_in_rows,
@@ -333,6 +468,7 @@ PARTS: Mapping[str, Callable[[Setting], list[Row]]] = {
     "throughput": throughput_rows,
     "pauses": pause_rows,
     "activated": activated_rows,
+    "kinds": kinds_rows,
 }
 
 

@@ -13,6 +13,7 @@ from benchmarks.adapter_bench import RANKS, Bench, random_wire
 from benchmarks.bench_adapters import (
     Setting,
     activated_rows,
+    kinds_rows,
     num_parameters,
     pause_rows,
     throughput_run,
@@ -137,3 +138,25 @@ def test_activated_and_plain_adapters_are_asked_in_turn(
         "activated, 40 tokens: first token, plain against activated",
     ]
     assert all(row.value > 0 for row in rows)
+
+
+@pytest.mark.long(reason="loads the default model")
+def test_each_kind_has_as_many_adapters_as_requests(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, default_model_dir: Path
+) -> None:
+    asked: list[int | None] = []
+    serve = bench.serve
+
+    def note(engine: Engine, requests: list[GenerationRequest], num_clients: int) -> list[list[float]]:
+        asked.extend(request.lora_task_id for request in requests)
+        kinds = [None if task is None else engine.loras.inventory.info(task).kinds for task in asked]
+        assert kinds[:2] == [None, None]
+        assert len({*kinds[2:]}) == min(4, len(kinds) // 2 - 1), "rank 32 and sets are LoRA as well"
+        return serve(engine, requests, num_clients)
+
+    monkeypatch.setattr(bench, "serve", note)
+    monkeypatch.setattr(bench_adapters, "_NUM_ROWS", 2)
+    rows = kinds_rows(Setting(default_model_dir, bench, rounds=1, num_requests=1))
+    assert asked == [None, None, *range(2, 14)]
+    assert [row.what for row in rows[:3]] == ["kinds: base", "kinds: plain", "kinds: token rows"]
+    assert all(row.value > 0 for row in rows if "head, time" not in row.what)
