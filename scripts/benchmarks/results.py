@@ -60,7 +60,8 @@ def report(rows: Sequence[Row], title: str, output: Path, name: str, console: Co
     for row in rows:
         met = "" if row.is_met is None else "yes" if row.is_met else "[red]no"
         table.add_row(row.what, f"{row.value:,.2f}", row.unit, row.goal, met)
-    console.print(table, width=max(console.width, _TABLE_WIDTH))
+    console.width = max(console.width, _TABLE_WIDTH)
+    console.print(table)
     output.mkdir(parents=True, exist_ok=True)
     with (output / f"{name}.csv").open("w", newline="") as file:
         writer = csv.writer(file)
