@@ -21,6 +21,9 @@ _TESTS = Path(__file__).parent
 
 LONGEST = (
     "e2e",
+    "tests/e2e/test_faults.py",
+    "tests/e2e/test_api_keys.py",
+    "tests/e2e/test_abuse.py",
     "tests/kernels/test_interpreter.py",
     "tests/kernels/test_cpu.py",
     "tests/engine/test_parity.py",
@@ -28,6 +31,12 @@ LONGEST = (
     "tests/kernels/test_compiled_kernels.py",
 )
 """The scopes of more than half a minute, by their times."""
+
+OWN_SERVERS = tuple(
+    f"tests/e2e/test_{name}.py"
+    for name in ("abuse", "api_keys", "conformance_unary", "disk_tier", "faults", "shutdown")
+)
+"""Files of e2e/ that have servers of their own: any process can run them."""
 
 _HASH_SEED = os.environ.get("PYTHONHASHSEED", "")
 
@@ -66,16 +75,16 @@ def pytest_runtest_setup() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is marked `long`, without --all, and clients' programs, without --clients."""
     has_long, has_clients = config.getoption("--all"), config.getoption("--clients")
-    left_out = [item for item in items if is_long(item) and not has_long]
-    left_out += [item for item in items if item.get_closest_marker("client_program") and not has_clients]
-    config.hook.pytest_deselected(items=left_out)
+    left_out = {item for item in items if is_long(item) and not has_long}
+    left_out |= {item for item in items if item.get_closest_marker("client_program") and not has_clients}
+    config.hook.pytest_deselected(items=list(left_out))
     items[:] = sorted((item for item in items if item not in left_out), key=lambda item: place_of(item.nodeid))
 
 
 def scope_of(nodeid: str) -> str:
-    """The file of a test; one for all of e2e/."""
+    """The file of a test; one for all of e2e/ that ask one server."""
     file = nodeid.split("::", 1)[0]
-    return "e2e" if file.startswith("tests/e2e/") else file
+    return "e2e" if file.startswith("tests/e2e/") and file not in OWN_SERVERS else file
 
 
 def place_of(nodeid: str) -> int:
@@ -85,7 +94,7 @@ def place_of(nodeid: str) -> int:
 
 
 class FilesStayTogether(LoadScopeScheduling):
-    """The tests of a file, and those of e2e/, run in one process: they share servers and models."""
+    """The tests of a file, and those of e2e/ that ask one server, run in one process: they share servers and models."""
 
     def _split_scope(self, nodeid: str) -> str:
         return scope_of(nodeid)
