@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.http import InferenceServerClient, InferInput
 
-from multilora_engine.serving.metrics import NAME
+from multilora_engine.serving.metrics import LOAD_SECONDS
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 
 MODEL = """
@@ -98,8 +98,10 @@ class TritonPythonModel:
 
 def test_what_loads_took_is_a_histogram_to_prometheus_own_reader(echo_repository: Path) -> None:
     text = metrics_after(echo_repository, LOADS, ["0.02", "0.3", "400"])
-    (family,) = (family for family in text_string_to_metric_families(text) if family.name == NAME)
-    values = {(s.name.removeprefix(NAME), s.labels["transition"], s.labels.get("le")): s.value for s in family.samples}
+    (family,) = (family for family in text_string_to_metric_families(text) if family.name == LOAD_SECONDS)
+    values = {
+        (s.name.removeprefix(LOAD_SECONDS), s.labels["transition"], s.labels.get("le")): s.value for s in family.samples
+    }
     assert family.type == "histogram"
     assert values["_bucket", "load", "0.025"] == 1
     assert values["_bucket", "load", "0.5"] == 2
