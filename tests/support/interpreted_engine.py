@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import save
 
 from checkpoints.tiny_llama import VOCAB_SIZE
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
-from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.format import pack_adapter, pack_peft
 from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_wire.layout import AdapterLayout
+from multilora_wire.peft_files import read_peft
+from multilora_wire.tensor_file import MemoryBytes
 from support.adapters import wire_adapter
 from support.engines import run_all
 
 _RANKS = (3, 8)
-_TASKS = (None, 0, 1, 0, 1, None)
+_EMBED = "model.embed_tokens"
+_TASKS = (None, 0, 1, 2, 3, 0)
 _BAD = tuple((first, second) for first in range(VOCAB_SIZE) for second in range(0, VOCAB_SIZE, 9))
 _SAMPLING = (
     SamplingParams(max_tokens=4, end_id=-1),
@@ -32,7 +40,7 @@ _SAMPLING = (
 
 
 def make_engine(model: Path, tokenizer: Path, **options: Any) -> Engine:
-    """With adapters 0 and 1."""
+    """With adapters 0 and 1 on linears, 2 on embeddings and head, and 3 of rows of tokens."""
     config = EngineConfig(
         model_path=model,
         tokenizer_path=tokenizer,
@@ -48,7 +56,26 @@ def make_engine(model: Path, tokenizer: Path, **options: Any) -> Engine:
         rows = [(module, layer, rank) for layer in range(2) for module in (1, 4, 6)]
         wire = wire_adapter(layout, rows, seed=task, scale=0.5)
         engine.put_adapter(task, pack_adapter(wire.weights, wire.config, layout))
+    for task, (config_text, weights) in enumerate(_outer_files(layout), start=len(_RANKS)):
+        adapter = read_peft(json.dumps(config_text).encode(), MemoryBytes(weights), layout.sites)
+        engine.put_adapter(task, pack_peft(adapter, layout, model))
     return engine
+
+
+def _outer_files(layout: AdapterLayout) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """PEFT's files of adapters on embeddings and head."""
+    assert layout.sites.outer is not None
+    vocab, hidden = layout.sites.outer.vocab_size, layout.sites.outer.embeddings.out_size
+    generator = torch.Generator().manual_seed(3)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 0.3
+
+    tensors = {"lm_head.lora_A.weight": rand(3, hidden), "lm_head.lora_B.weight": rand(vocab, 3)}
+    tensors |= {f"{_EMBED}.lora_embedding_A": rand(3, vocab), f"{_EMBED}.lora_embedding_B": rand(hidden, 3)}
+    yield {"peft_type": "LORA", "r": 3, "lora_alpha": 6}, save(tensors)
+    rows = {f"{_EMBED}.trainable_tokens_delta": rand(9, hidden) * 3}
+    yield {"peft_type": "TRAINABLE_TOKENS", "token_indices": list(range(0, 63, 7))}, save(rows)
 
 
 def answer(engine: Engine) -> dict[str, list[int]]:

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from multilora_engine.batch.forward_batch import ForwardBatch, KVCache, TokenLoRAs
+from multilora_engine.batch.forward_batch import ForwardBatch, KVCache, OuterParts, TokenLoRAs
 from multilora_engine.config import EngineConfig
 from multilora_engine.execution.cuda_graphs import graph_sizes
 from multilora_engine.execution.piecewise_graphs import piece_sizes
@@ -20,6 +20,8 @@ from multilora_kernels import LoRATables
 
 Measure = Callable[[Callable[[], object]], int]
 """Runs a function, and tells the bytes by which the device's memory grew at the most meanwhile."""
+
+_OUTER = OuterParts(embedding_rows=None, head_rows=None, has_embedding_lora=True, has_head_lora=True)
 
 
 @torch.inference_mode()
@@ -74,7 +76,8 @@ def peak_growth(device: torch.device) -> Measure:
 def trial_batch(query_lens: list[int], block_size: int, tables: LoRATables) -> ForwardBatch:
     """A step of the first tokens of sequences that all lie in block 0; the logits of each one's last row are wanted.
 
-    All tokens have the adapter of row 0, which may be of rank 0: its kernels are those of any other.
+    All tokens have the adapter of row 0, which may be of rank 0: its kernels are those of any other, also
+    of one on embeddings and head.
     """
     device = tables.rank.device
     num_tokens = sum(query_lens)
@@ -93,5 +96,5 @@ def trial_batch(query_lens: list[int], block_size: int, tables: LoRATables) -> F
         num_decodes=query_lens.count(1),
         logits_indices=lens.cumsum(0) - 1,
         block_size=block_size,
-        lora=TokenLoRAs(tables, torch.zeros(num_tokens, dtype=torch.int64, device=device)),
+        lora=TokenLoRAs(tables, torch.zeros(num_tokens, dtype=torch.int64, device=device), _OUTER),
     )
