@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from multilora_wire.messages import shown
 from multilora_wire.sites import ModelSites
-
-_MAX_NAME_CHARS = 200
 
 
 class WrongBaseModel(Exception):
@@ -21,7 +20,7 @@ class WrongBaseModel(Exception):
     @classmethod
     def of(cls, base_model: str, model: str, difference: str) -> WrongBaseModel:
         """base_model: the name that the adapter gives its model. model: the name of the one that it met."""
-        made_for = base_model[:_MAX_NAME_CHARS] or "another base model"
+        made_for = shown(base_model) or "another base model"
         return cls(f"the adapter was made for {made_for}, not for {model or 'the model here'}: {difference}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _MAX_CHARS = 600
 _MAX_START_CHARS = 300
+_MAX_NAME_CHARS = 200
 
 
 def shortened(message: str) -> str:
@@ -17,3 +18,13 @@ def shortened(message: str) -> str:
     end_chars = _MAX_CHARS - _MAX_START_CHARS
     missing = len(message) - _MAX_CHARS
     return f"{message[:_MAX_START_CHARS]}... ({missing} more characters) ...{message[-end_chars:]}"
+
+
+def shown(name: str) -> str:
+    """A name that a stranger gave, for an error's text: of a bounded length, and escaped if it cannot be printed.
+
+    >>> shown("q_proj"), shown("\\ud800\\n")
+    ('q_proj', "'\\\\ud800\\\\n'")
+    """
+    name = name[:_MAX_NAME_CHARS]
+    return name if name.isprintable() else repr(name)

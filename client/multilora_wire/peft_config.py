@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from multilora_wire.messages import shown
 from multilora_wire.sites import ModelSites
 
 PEFT_CONFIG_FILE = "adapter_config.json"
@@ -374,7 +375,7 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
             raise PeftError(f"{PEFT_CONFIG_FILE}: {field} is {quoted(value)}; {_REFUSED_FIELDS[field]}")
         if value and field not in _KNOWN_FIELDS:
             raise PeftError(
-                f"{PEFT_CONFIG_FILE}: {field[:MAX_QUOTED_CHARS]} is {quoted(value)}, and this field of the "
+                f"{PEFT_CONFIG_FILE}: {shown(field)} is {quoted(value)}, and this field of the "
                 "configuration is not known: the adapter might not be plain LoRA. Set the field to null if it changes "
                 "nothing"
             )

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from multilora_wire.adapter_origin import AdaptedLinear, AdapterOrigin, WrongBaseModel, describe_missing
 from multilora_wire.bfloat16 import bfloat16_to_float32, float32_to_bfloat16
+from multilora_wire.messages import shown
 from multilora_wire.module_names import MLP_GATE_UP, MODULE_IDS
 from multilora_wire.peft_config import (
     BIASES_ADVICE,
@@ -448,7 +449,7 @@ class LinearReader:
         stored = np.frombuffer(data, item)
         values = bfloat16_to_float32(stored) if place.dtype == "BF16" else stored.astype(np.float32)
         if not np.isfinite(values).all():
-            raise PeftError(f"{place.key[:MAX_QUOTED_CHARS]} holds NaN or infinite values")
+            raise PeftError(f"{_shown(place)} holds NaN or infinite values")
         return values
 
     def _cast(self, values: npt.NDArray[np.float32], name: str) -> Array:
@@ -520,7 +521,7 @@ def _read_places(source: ByteSource, sites: ModelSites | None) -> dict[str, Tens
         )
     for place in places.values():
         if place.dtype not in _FILE_DTYPES:
-            raise PeftError(f"{_shown(place)} is {place.dtype[:MAX_QUOTED_CHARS]}; F16, BF16 and F32 are supported")
+            raise PeftError(f"{_shown(place)} is {shown(place.dtype)}; F16, BF16 and F32 are supported")
     return places
 
 
@@ -659,7 +660,7 @@ def _adapted(linear: PeftLinear) -> AdaptedLinear:
 
 
 def _shown(place: TensorPlace) -> str:
-    return place.key[:MAX_QUOTED_CHARS]
+    return shown(place.key)
 
 
 class _Outside:

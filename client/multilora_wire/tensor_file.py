@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from multilora_wire.messages import shown
+
 MAX_HEADER_BYTES = 100_000_000
 """The longest header that the format allows."""
 
@@ -134,26 +136,24 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members: dict[str, Any] = {}
     for name, value in pairs:
         if name in members:
-            raise TensorFileError(f"its header has {name[:_MAX_QUOTED_CHARS]} twice")
+            raise TensorFileError(f"its header has {shown(name)} twice")
         members[name] = value
     return members
 
 
 def _read_place(key: str, entry: Any, first: int) -> TensorPlace:
     """first: the byte of the file at which the data begins."""
-    shown = key[:_MAX_QUOTED_CHARS]
+    name = shown(key)
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise TensorFileError(f"{shown} is not told by dtype, shape and data_offsets")
+        raise TensorFileError(f"{name} is not told by dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise TensorFileError(
-            f"{shown} has dtype {_quoted(dtype)}, shape {_quoted(shape)} and data_offsets {_quoted(offsets)}"
+            f"{name} has dtype {_quoted(dtype)}, shape {_quoted(shape)} and data_offsets {_quoted(offsets)}"
         )
     num_bytes, bits = offsets[1] - offsets[0], _BITS.get(dtype)
     if num_bytes < 0 or (bits is not None and prod(shape) * bits != num_bytes * 8):
-        raise TensorFileError(
-            f"{shown}, {dtype[:_MAX_QUOTED_CHARS]} {shape}, has {num_bytes} bytes by its data_offsets {offsets}"
-        )
+        raise TensorFileError(f"{name}, {shown(dtype)} {shape}, has {num_bytes} bytes by its data_offsets {offsets}")
     return TensorPlace(key, dtype, tuple(shape), first + offsets[0], first + offsets[1])
 
 
@@ -166,10 +166,10 @@ def _check_places(places: Mapping[str, TensorPlace], first: int, num_bytes: int)
     """Raises TensorFileError unless the tensors fill the data, one after another."""
     end, before = first, "the header"
     for place in sorted(places.values(), key=lambda place: (place.start, place.stop)):
-        shown = place.key[:_MAX_QUOTED_CHARS]
+        name = shown(place.key)
         if place.start != end:
-            raise TensorFileError(f"{shown} begins at byte {place.start}, and {before} ends at byte {end}")
-        end, before = place.stop, shown
+            raise TensorFileError(f"{name} begins at byte {place.start}, and {before} ends at byte {end}")
+        end, before = place.stop, name
     if end != num_bytes:
         raise TensorFileError(f"{before} ends at byte {end}, and the file has {num_bytes} bytes")
 

@@ -379,6 +379,39 @@ def test_whatever_stands_in_the_configuration_is_read_or_refused(config: dict[st
             assert read(Path(folder), SITES).linears
 
 
+UNPRINTABLE = "\ud800\n\x00"
+
+
+@pytest.mark.parametrize("where", ["field", "value", "key", "base model", "pattern", "dtype", "twice"])
+def test_a_refusal_can_be_printed_and_sent_whatever_it_quotes(tmp_path: Path, where: str) -> None:
+    fields: dict[str, Any] = {}
+    header: Any = {A_KEY: {"dtype": "F16", "shape": [1, 1], "data_offsets": [0, 2]}}
+    match where:
+        case "field":
+            fields = {UNPRINTABLE: 1}
+        case "value":
+            fields = {"invocation_string": UNPRINTABLE}
+        case "pattern":
+            fields = {"rank_pattern": {UNPRINTABLE: 1}}
+        case "base model":
+            fields = {"base_model_name_or_path": UNPRINTABLE}
+        case "key":
+            header = {UNPRINTABLE: header[A_KEY]}
+        case "dtype":
+            header[A_KEY]["dtype"] = UNPRINTABLE
+    write(tmp_path, fields)
+    text = json.dumps(header)
+    if where == "twice":
+        name = json.dumps(UNPRINTABLE)
+        text = f"{{{name}: 1, {name}: 2}}"
+    if where != "base model":
+        data = len(text).to_bytes(8, "little") + text.encode() + bytes(2)
+        (tmp_path / "adapter_model.safetensors").write_bytes(data)
+    with pytest.raises(REFUSALS) as caught, open_peft_directory(tmp_path, decoder_sites(2, 8, 8, 8, 8)):
+        pass
+    assert str(caught.value).isprintable()
+
+
 @given(config=JSON)
 def test_whatever_is_in_the_place_of_the_configuration_is_read_or_refused(config: Any) -> None:
     with TemporaryDirectory() as folder:
