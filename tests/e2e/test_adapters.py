@@ -369,3 +369,28 @@ def test_an_adapter_that_starts_later_uses_what_the_base_has_computed(
     assert by_ensemble.as_numpy("text_output").item() == answered.as_numpy("text_output").item()
     with pytest.raises(InferenceServerException, match=f"lora_start is {num_tokens} and the prompt has {num_tokens} "):
         infer(triton_grpc, "ensemble_unary", late | tensors(lora_start=num_tokens))
+
+
+def test_a_set_is_asked_for_by_its_members_or_by_its_name_through_every_door(
+    server: ServerProcess, client: Client, http_client: Client, triton_grpc: GrpcClient, adapter: Adapter
+) -> None:
+    client.upload(adapter)
+    alone = client.generate(messages=json.loads(CHAT), max_tokens=6, adapter=adapter.lora_task_id)
+    same = {adapter.lora_task_id: 1.0}
+    made = client.combine_adapters(f"set-{adapter.lora_task_id}", same)
+    assert [member.weight for member in made.members] == [1.0]
+    assert made.digest != alone.lora_digest
+    named = client.generate(messages=json.loads(CHAT), max_tokens=6, lora_name=f"set-{adapter.lora_task_id}")
+    for one in (client, http_client):
+        answer = one.generate(messages=json.loads(CHAT), max_tokens=6, lora_set=same)
+        assert (answer.text, answer.lora_digest) == (alone.text, made.digest) == (named.text, named.lora_digest)
+    members = {
+        "lora_set_task_ids": np.array([[adapter.lora_task_id]], np.uint64),
+        "lora_set_weights": np.array([[1.0]], np.float32),
+    }
+    assert text_of(infer(triton_grpc, "ensemble_unary", PROMPT | members)) == alone.text
+    assert "".join(stream_texts(server.grpc_url, "ensemble", PROMPT | members)) == alone.text
+    with pytest.raises(AdapterNotFound, match="LoRA task 999999 not found in cache"):
+        client.generate(messages=json.loads(CHAT), max_tokens=6, lora_set={999999: 1.0})
+    for name in (made.name, adapter.lora_task_id):
+        client.unload_adapter(name)
