@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,7 +24,8 @@ from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.format import content_digest, pack_peft
 from multilora_engine.lora.layout import PackedAdapter
-from multilora_engine.lora_config import LoRAConfig
+from multilora_engine.lora.names import task_id_of
+from multilora_engine.lora_config import LoRAConfig, SourceSpec
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
 from multilora_engine.sequences.prompt_log_probs import row_type
 from multilora_wire.layout import AdapterLayout
@@ -419,6 +421,26 @@ def test_an_activated_adapter_comes_back_from_disk_as_one(
     engine.check_integrity()
     requests = questions()
     assert_as_peft(oracle, requests, run_all(engine, requests))
+    engine.close()
+
+
+def test_an_activated_adapter_of_a_source_is_refused_by_its_name_where_the_prompt_does_not_invoke_it(
+    oracle: Oracle, default_model_dir: Path
+) -> None:
+    root = str(oracle.adapters["judge"].parent)
+    source = SourceSpec.model_validate({"source": "directory", "root": root})
+    lora = LoRAConfig(lora_sources=[source], lora_cache_host_memory_bytes=64 << 20)  # type: ignore[arg-type]
+    engine = make_engine(oracle, default_model_dir, lora=lora)
+    named = {"lora_task_id": task_id_of("judge"), "lora_name": "judge"}
+    silent = msgspec.structs.replace(request("silent", CONVERSATION), **named)
+    asked = msgspec.structs.replace(request("asked", ASKED), **named)
+    answers = run_all(engine, [silent, asked])
+    final = answers["silent"].final
+    assert final is not None
+    assert final.error_code == "INVALID_ARG"
+    assert "'judge' is activated by the tokens [7, 9]" in (final.error_message or "")
+    by_id = request("by id", ASKED, JUDGE)
+    assert_as_peft(oracle, [by_id], {"by id": answers["asked"]})
     engine.close()
 
 
