@@ -33,6 +33,7 @@ from multilora_engine.serving.metrics import (
     LORA_REQUESTS_INFO,
     TIER_METRICS,
     USAGE_METRICS,
+    LoadSeconds,
     MetricsPublisher,
     Sample,
     TritonMetrics,
@@ -288,3 +289,24 @@ def test_the_docs_list_every_metric_with_its_kind_labels_and_meaning() -> None:
 
 def _row(name: str, kind: str, labels: list[str], meaning: str) -> str:
     return f"| `{name}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {meaning} |"
+
+
+def observed(transition: str) -> list[float]:
+    return FakeMetricFamily.observed[LOAD_SECONDS, (("transition", transition),)]
+
+
+def test_each_load_is_observed_once_also_after_the_engine_has_begun_anew() -> None:
+    load_seconds, loads, copies = LoadSeconds(), Histogram(), Histogram()
+    for seconds in (0.3, 0.02):
+        loads.observe(seconds)
+        load_seconds.update(Residency(load_seconds=loads.plus(Histogram()), activate_seconds=copies))
+    load_seconds.update(Residency(load_seconds=loads, activate_seconds=copies))
+    assert observed("load") == pytest.approx([0.3, 0.02])
+    assert observed("activate") == []
+    anew = Histogram()
+    anew.observe(2.0)
+    load_seconds.update(Residency(load_seconds=anew, activate_seconds=anew))
+    assert observed("load") == pytest.approx([0.3, 0.02, 2.0])
+    assert observed("activate") == pytest.approx([2.0])
+    load_seconds.clear()
+    assert FakeMetricFamily.observed == {}
