@@ -79,13 +79,23 @@ def kinds(is_tied: bool) -> dict[str, PeftConfig]:
         "embeddings": lora("embed_tokens", "k_proj", rank=16),
         "head": lora("lm_head", "q_proj", rank=5),
         "DoRA head": lora("lm_head", "gate_proj", use_dora=True),
+        "DoRA embeddings": lora("embed_tokens", "v_proj", use_dora=True),
         "both": lora("embed_tokens", "lm_head", "o_proj"),
         "saved head": lora("q_proj", modules_to_save=["lm_head"]),
         "saved embeddings": lora("q_proj", modules_to_save=["embed_tokens"]),
     }
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+_IS_LONG = pytest.mark.long(reason="the kinds are tested in every family by the first test")
+EVERY_FAMILY = pytest.mark.parametrize("model", MODELS, indirect=True)
+TWO_FAMILIES = pytest.mark.parametrize(
+    "model",
+    [name if name in ("tied", "gemma") else pytest.param(name, marks=_IS_LONG) for name in MODELS],
+    indirect=True,
+)
+
+
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Oracles, Path]:
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(7)
@@ -124,6 +134,7 @@ def prompts_with_rows(count: int) -> list[list[int]]:
     return [prompt + TOKENS[i % 5 :] for i, prompt in enumerate(tiny_prompts(count))]
 
 
+@EVERY_FAMILY
 def test_every_kind_answers_as_peft_does_beside_the_others_and_the_base(
     model: tuple[Oracles, Path], default_model_dir: Path
 ) -> None:
@@ -136,6 +147,7 @@ def test_every_kind_answers_as_peft_does_beside_the_others_and_the_base(
     assert_adapters_matter(requests, answers, run_all(engine, base))
 
 
+@TWO_FAMILIES
 def test_reused_prefixes_chunks_preemption_and_poisoned_blocks_change_no_token(
     model: tuple[Oracles, Path], default_model_dir: Path
 ) -> None:
@@ -165,6 +177,7 @@ def test_reused_prefixes_chunks_preemption_and_poisoned_blocks_change_no_token(
     assert small.stats.prefix_cache.hit_tokens > 0
 
 
+@TWO_FAMILIES
 def test_log_probs_of_prompts_and_answers_are_those_of_peft(
     model: tuple[Oracles, Path], default_model_dir: Path
 ) -> None:
@@ -191,6 +204,7 @@ def test_log_probs_of_prompts_and_answers_are_those_of_peft(
         np.testing.assert_allclose(told, chosen[len(prompt) - 1 :], rtol=0, atol=LOGITS_TOLERANCE)
 
 
+@TWO_FAMILIES
 def test_beams_are_those_of_transformers(model: tuple[Oracles, Path], default_model_dir: Path) -> None:
     oracles, path = model
     engine = build(oracles, path, default_model_dir, max_num_batched_tokens=40, max_num_seqs=30)
