@@ -42,6 +42,14 @@ for text in maps:
     assert told.stdout == "True\n"
 
 
+def test_numpy_has_no_threads_that_take_processors_from_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    program = "import numpy, os; m = numpy.ones((500, 500)); m @ m; print(len(os.listdir('/proc/self/task')))"
+    command = [sys.executable, "-c", program]
+    told = subprocess.run(command, env=server_environment({}), capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["1"]
+
+
 @pytest.fixture
 def no_openmp_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
