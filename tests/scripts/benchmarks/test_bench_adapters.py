@@ -133,9 +133,9 @@ def test_activated_and_plain_adapters_are_asked_in_turn(
     rows = activated_rows(Setting(default_model_dir, bench, rounds=1, num_requests=1))
     assert asked == [0, 2, 1, 3]
     assert [row.what for row in rows] == [
-        *(f"activated, 40 tokens: first token, {kind}" for kind in ("activated", "plain", "PEFT")),
-        *(f"activated, 40 tokens: all eight, {kind}" for kind in ("activated", "plain", "PEFT")),
-        "activated, 40 tokens: first token, plain against activated",
+        *(f"activated, 40: first token, {kind}" for kind in ("activated", "plain", "PEFT")),
+        *(f"activated, 40: all eight, {kind}" for kind in ("activated", "plain", "PEFT")),
+        "activated, 40: plain against activated",
     ]
     assert all(row.value > 0 for row in rows)
 
