@@ -325,6 +325,7 @@ class LinearReader:
     def __init__(self, adapter: PeftAdapter, base: BaseTiles | None = None, dtype: AdapterDtype | None = None) -> None:
         """base: the base model's weights, which DoRA needs. dtype: of the values; None is the adapter's own."""
         self._source = adapter.source
+        self._copies = {rows.module_id: rows for rows in adapter.rows if rows.saved is not None}
         self._base = base
         self._dtype: AdapterDtype = dtype or adapter.dtype
 
@@ -358,14 +359,10 @@ class LinearReader:
         if (saved := rows.saved) is not None:
             if self._base is None:
                 raise PeftError(f"{_shown(saved)} is a copy, which takes the base model's weights to compare")
-            vocab_size, hidden_size = saved.shape
             first = 0
-            for weight in self._base.tiles(rows.base_name, (vocab_size, hidden_size)):
-                stop = first + len(weight)
-                copied = self._values(saved, first * hidden_size, stop * hidden_size).reshape(-1, hidden_size)
-                changed = (copied != _rounded(weight, saved.dtype)).any(axis=1).nonzero()[0]
-                places |= {first + int(row): (saved, first + int(row)) for row in changed}
-                first = stop
+            for weight, _, is_changed in self._compared(saved, rows.base_name, self._base):
+                places |= {first + int(row): (saved, first + int(row)) for row in is_changed.nonzero()[0]}
+                first += len(weight)
         if (trained := rows.trained) is not None:
             places |= {token: (trained, row) for row, token in enumerate(rows.token_ids)}
         ids = sorted(places)
@@ -400,10 +397,31 @@ class LinearReader:
         values: npt.NDArray[np.float32] = self._values(magnitude, 0, magnitude.shape[0]) / lengths
         return values
 
+    def _compared(self, saved: TensorPlace, base_name: str, base: BaseTiles) -> Iterator[tuple[Array, Array, Array]]:
+        """Some rows of the base's weight, float32, those of its saved copy, and which of them differ."""
+        hidden_size, first = saved.shape[1], 0
+        for weight in base.tiles(base_name, (saved.shape[0], hidden_size)):
+            stop = first + len(weight)
+            copied = self._values(saved, first * hidden_size, stop * hidden_size).reshape(-1, hidden_size)
+            yield weight, copied, (copied != _rounded(weight, saved.dtype)).any(axis=1)
+            first = stop
+
+    def _adapted_tiles(
+        self, linear: PeftLinear, shape: tuple[int, int], base: BaseTiles
+    ) -> Iterator[npt.NDArray[np.float32]]:
+        """The weight that a linear's update is added to, by some rows: the base's, with the changed rows of a copy."""
+        own = {EMBEDDING_LORA: EMBEDDING_ROWS, HEAD_LORA: HEAD_ROWS}.get(linear.module_id)
+        rows = None if own is None else self._copies.get(own) or self._copies.get(TIED_ROWS)
+        if rows is None or rows.saved is None:
+            yield from base.tiles(linear.base_name or linear.name, shape)
+            return
+        for weight, copied, is_changed in self._compared(rows.saved, rows.base_name, base):
+            yield np.where(is_changed[:, None], copied, weight)
+
     def _lengths_of_rows(self, linear: PeftLinear, base: BaseTiles) -> npt.NDArray[np.float32]:
         lengths = np.empty(linear.out_size, np.float32)
         a, first = self._rows(linear.a, 0, linear.rank), 0
-        for weight in base.tiles(linear.base_name or linear.name, (linear.out_size, linear.in_size)):
+        for weight in self._adapted_tiles(linear, (linear.out_size, linear.in_size), base):
             stop = first + len(weight)
             lengths[first:stop] = np.linalg.norm(weight + self._scaled(linear, first, stop) @ a, axis=1)
             first = stop
@@ -413,7 +431,7 @@ class LinearReader:
         """Of embeddings, whose weight is transposed: a row is one value of each token."""
         squares = np.zeros(linear.out_size, np.float64)
         b, first = self._scaled(linear, 0, linear.out_size), 0
-        for weight in base.tiles(linear.name, (linear.in_size, linear.out_size)):
+        for weight in self._adapted_tiles(linear, (linear.in_size, linear.out_size), base):
             stop = first + len(weight)
             squares += np.square(weight + self._columns(linear.a, first, stop) @ b.T).sum(axis=0, dtype=np.float64)
             first = stop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftConfig, TrainableTokensConfig
+from safetensors.torch import load_file, save_file
 from support.compressed_checkpoints import save_compressed
 from support.engines import LogitsRecorder, poison_claimed_blocks, run_all
-from support.oracle import Oracles
+from support.oracle import Oracle, Oracles
 from support.outer_adapters import packed_files
 from support.parity import (
     TINY,
@@ -202,6 +204,32 @@ def test_log_probs_of_prompts_and_answers_are_those_of_peft(
         np.testing.assert_allclose(rows["top_log_probs"][1:], top, rtol=0, atol=LOGITS_TOLERANCE)
         told = [token.log_prob for token in answer.log_probs]
         np.testing.assert_allclose(told, chosen[len(prompt) - 1 :], rtol=0, atol=LOGITS_TOLERANCE)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
+def test_updates_over_a_copy_with_changed_rows_are_those_of_peft(
+    module: str, is_tied: bool, tmp_path: Path, default_model_dir: Path
+) -> None:
+    """DoRA's lengths are of the rows that the copy has, not of the base's."""
+    torch.manual_seed(7)
+    model = MODELS["tied" if is_tied else "untied"]()
+    model.save_pretrained(tmp_path / "checkpoint")
+    trained = Oracles(model, tmp_path)
+    loaded = Oracle(copy.deepcopy(model), tmp_path)
+    trained.add("DoRA", lora(module, "q_proj", use_dora=True), 1, save_embedding_layers=True)
+    file = trained.adapters["DoRA"] / "adapter_model.safetensors"
+    tensors = load_file(file)
+    (key,) = (key for key in tensors if key.endswith(f"{module}.base_layer.weight"))
+    tensors[key][TOKENS] = torch.randn(len(TOKENS), tensors[key].shape[1])
+    save_file(tensors, file)
+    loaded.load("DoRA", file.parent)
+    engine = build(trained, tmp_path / "checkpoint", default_model_dir)
+    recorder = LogitsRecorder(engine)
+    request = GenerationRequest("r", [40, *TOKENS], SamplingParams(max_tokens=1, end_id=-1), 0)
+    run_all(engine, [request])
+    expected = loaded.logits("DoRA", request.prompt_token_ids, [0])[0]
+    torch.testing.assert_close(recorder.rows["r"][0], expected, rtol=0, atol=LOGITS_TOLERANCE)
 
 
 @TWO_FAMILIES
