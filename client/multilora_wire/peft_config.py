@@ -444,6 +444,16 @@ def _check_rope(fields: Mapping[str, Any]) -> None:
         )
     if parameters is not None and not isinstance(parameters, dict):
         raise PeftError(f"{PEFT_CONFIG_FILE}: rope_parameters is {quoted(parameters)}, an object is expected")
+    if parameters and "context_length" in parameters:
+        raise PeftError(
+            f"{PEFT_CONFIG_FILE}: rope_parameters has context_length, which is a field beside rope_parameters"
+        )
+    try:
+        json.dumps(parameters, allow_nan=False)
+    except ValueError:
+        raise PeftError(
+            f"{PEFT_CONFIG_FILE}: rope_parameters is {quoted(parameters)}; only finite numbers are legal"
+        ) from None
     if length and parameters:
         raise PeftError(f"{PEFT_CONFIG_FILE} has context_length and rope_parameters; one of them is enough")
 

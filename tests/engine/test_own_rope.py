@@ -187,6 +187,29 @@ def test_an_adapter_has_its_own_longest_sequence(folder: Path, default_model_dir
             {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
             "needs a short_factor of 6 positive numbers",
         ),
+        (
+            {"rope_type": "longrope", "short_factor": [10**400] * 6, "long_factor": [1.0] * 6},
+            "needs a short_factor of 6 positive numbers",
+        ),
+        (
+            {
+                "rope_type": "longrope",
+                "short_factor": [2.0] * 6,
+                "long_factor": [2.0] * 6,
+                "original_max_position_embeddings": 1,
+            },
+            "needs original_max_position_embeddings above 1",
+        ),
+        ({"rope_type": ["linear"], "factor": 2}, "rope_type ['linear'] is not supported"),
+        ({"rope_type": "yarn", "factor": 2, "rope_theta": 1}, "needs rope_theta above 1 and up to 1e+30, got 1"),
+        ({"rope_type": "yarn", "factor": 2, "attention_factor": 10**400}, "attention_factor must be a number from 0"),
+        ({"rope_type": "linear", "factor": 10**400}, "needs factor from 1e-09 and up to 1e+30"),
+        ({"rope_type": "linear", "factor": 1e-300}, "needs factor from 1e-09 and up to 1e+30"),
+        ({"rope_theta": 10**400}, "needs rope_theta above 1 and up to 1e+30"),
+        (
+            {"rope_type": "linear", "factor": 2, "original_max_position_embeddings": "x"},
+            "needs a positive original_max_position_embeddings, got 'x'",
+        ),
     ],
 )
 def test_rotary_embeddings_that_there_are_not_are_refused_and_nothing_is_kept(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
@@ -102,6 +103,9 @@ def test_a_sound_adapter_is_read_with_and_without_pefts_prefix(tmp_path: Path) -
         ({"context_length": True}, "context_length is True, a whole number"),
         ({"rope_parameters": [3]}, r"rope_parameters is \[3\], an object is expected"),
         ({"rope_parameters": {"factor": 2.0}, "context_length": 64}, "has context_length and rope_parameters"),
+        ({"rope_parameters": {"rope_type": "yarn", "context_length": 64}}, "rope_parameters has context_length"),
+        ({"rope_parameters": {"rope_theta": math.nan}}, "rope_parameters is {'rope_theta': nan}; only finite numbers"),
+        ({"rope_parameters": {"factors": [math.inf]}}, "only finite numbers are legal"),
         ({"tomorrow_config": {"depth": 3}}, "tomorrow_config is {'depth': 3}, and this field"),
         ({"tomorrow": "x" * 5000}, r"tomorrow is 'x{199}\.\.\., and this field"),
         ({"fine_tune_type": "lora", "lora_parameters": {"rank": 8, "scale": 20.0}}, "MLX wrote this adapter"),

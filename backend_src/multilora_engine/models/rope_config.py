@@ -30,6 +30,13 @@ _MORE_NUMBERS = {
 _LISTS = {"longrope": ("short_factor", "long_factor")}
 """rope_type -> the lists it cannot do without: a number for each pair of dimensions."""
 
+_LARGEST_NUMBER = 1e30
+_SMALLEST_NUMBER = 1e-9
+"""Of positive numbers: float32 holds frequencies of these, and their angles."""
+
+_ABOVE_ONE = ("rope_theta", "original_max_position_embeddings")
+"""Numbers whose logarithms divide."""
+
 _ALL_LAYERS = "all"
 
 _MAX_ADAPTER_ROPES = 64
@@ -150,13 +157,14 @@ def _interpolated(rope: Rope, length: int) -> Rope:
 
 def _checked_rope(parameters: Mapping[str, Any], base: Rope) -> Rope:
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-    if rope_type not in _NUMBERS:
+    if not isinstance(rope_type, str) or rope_type not in _NUMBERS:
         raise ConfigError(f"rope_type {rope_type!r} is not supported; supported are: {', '.join(_NUMBERS)}")
     known = {"rope_type", "type", "rope_theta", *_NUMBERS[rope_type], *_LISTS.get(rope_type, ())}
     known |= {*_MORE_NUMBERS.get(rope_type, ()), "truncate", "original_max_position_embeddings"}
     if unknown := sorted(parameters.keys() - known):
         raise ConfigError(f"rope_type {rope_type!r} of an adapter has no {', '.join(unknown)}")
     parameters = {"original_max_position_embeddings": base.max_position_embeddings, **parameters}
+    _check_number(parameters, rope_type, "original_max_position_embeddings")
     _check_numbers(parameters, rope_type)
     _check_lists(parameters, rope_type, base.rotary_dim)
     scaling = None if rope_type == "default" else {**parameters, "rope_type": rope_type}
@@ -180,13 +188,27 @@ def _check_rotary_dim(rotary_dim: int, head_dim: int, parameters: Mapping[str, A
 
 def _check_numbers(parameters: Mapping[str, Any], rope_type: str) -> None:
     for name in ("rope_theta", *_NUMBERS[rope_type]):
-        value = parameters.get(name)
-        if not (_is_number(value) and value > 0):
-            raise ConfigError(f"config.json: rope_type {rope_type!r} needs a positive {name}, got {value!r}")
+        _check_number(parameters, rope_type, name)
     for name in _MORE_NUMBERS.get(rope_type, ()):
         value = parameters.get(name)
-        if value is not None and not (_is_number(value) and value >= 0):
+        if value is not None and not (_is_number(value) and (value == 0 or _is_in_range(value))):
             raise ConfigError(f"config.json: rope_type {rope_type!r}: {name} must be a number from 0, got {value!r}")
+
+
+def _check_number(parameters: Mapping[str, Any], rope_type: str, name: str) -> None:
+    """Check a number that its rope_type cannot do without."""
+    value = parameters.get(name)
+    if not (_is_number(value) and value > 0):
+        raise ConfigError(f"config.json: rope_type {rope_type!r} needs a positive {name}, got {value!r}")
+    if not _is_in_range(value) or (name in _ABOVE_ONE and value <= 1):
+        smallest = "above 1" if name in _ABOVE_ONE else f"from {_SMALLEST_NUMBER:g}"
+        raise ConfigError(
+            f"config.json: rope_type {rope_type!r} needs {name} {smallest} and up to {_LARGEST_NUMBER:g}, got {value!r}"
+        )
+
+
+def _is_in_range(value: float) -> bool:
+    return _SMALLEST_NUMBER <= value <= _LARGEST_NUMBER
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
@@ -196,7 +218,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 def _check_lists(parameters: Mapping[str, Any], rope_type: str, rotary_dim: int) -> None:
     for name in _LISTS.get(rope_type, ()):
         values = parameters.get(name)
-        is_list = isinstance(values, list) and all(isinstance(value, int | float) and value > 0 for value in values)
+        is_list = isinstance(values, list) and all(_is_number(value) and _is_in_range(value) for value in values)
         if not is_list or len(values or ()) != rotary_dim // 2:
             raise ConfigError(
                 f"config.json: rope_type {rope_type!r} needs a {name} of {rotary_dim // 2} positive numbers, "
