@@ -723,10 +723,9 @@ class _Outside:
                     )
             if name in self._saved_modules:
                 raise PeftError(f"{_shown(first.place)} is LoRA on {name}, which modules_to_save replaces")
-        linears = tuple(self._linear(name, parts) for name, parts in with_lora.items())
-        if linears:
-            self._check_tying(next(iter(with_lora.values()))["a"].place)
-        return linears
+            # PEFT writes matrices for both modules then, and lists one of them in target_modules.
+            self._check_tying(parts["a"].place)
+        return tuple(self._linear(name, parts) for name, parts in with_lora.items())
 
     def rows(self) -> tuple[PeftRows, ...]:
         """Trained rows and copies."""

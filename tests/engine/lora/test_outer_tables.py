@@ -399,6 +399,12 @@ def changed(tensors: Tensors, key: str, change: Callable[[torch.Tensor], torch.T
         (UNTIED, Q_PROJ, {"modules_to_save": "lm_head"}, "a list of names is expected"),
         (UNTIED, copies(2, head="weight") | HEAD, {"modules_to_save": ["lm_head"]}, "which modules_to_save replaces"),
         (LAYOUT, HEAD, {"ensure_weight_tying": True}, "ensure_weight_tying is true"),
+        (
+            LAYOUT,
+            HEAD,
+            {"ensure_weight_tying": True, "target_modules": ["embed_tokens"]},
+            "ensure_weight_tying is true",
+        ),
         (LAYOUT, copies(102, embed="weight"), {"ensure_weight_tying": True}, "ensure_weight_tying is true"),
         (
             LAYOUT,
