@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Starts a server, asks the base model and each sample adapter the same question at once, and shows the answers side by
-side. It ends with the error of a client that asks for an adapter the server does not have.
+"""Starts a server, asks the base model and sample adapters the same question at once, and shows the answers side by
+side. An activated adapter then names the style of each answer. It ends with the error of a client that asks for an
+adapter the server does not have.
 """
 
 import asyncio
@@ -42,10 +43,11 @@ from multilora_wire.adapter_origin import WrongBaseModel
 from multilora_wire.end_with_parent import end_with_parent
 from multilora_wire.peft_files import open_peft_directory
 from servers.started_server import sigterm_as_ctrl_c
-from training.sample_adapters import SAMPLE_ADAPTERS
+from training.sample_adapters import JUDGE, SAMPLE_ADAPTERS, STYLE_ADAPTERS, judged_conversation
 
 DEFAULT_PROMPT = "What do bees make?"
 MAX_TOKENS = 48
+MAX_VERDICT_TOKENS = 8
 MISSING_TASK_ID = 404
 CANARY_INTERVAL_S = 15.0
 NEEDED_MEMORY_BYTES = 3 << 30
@@ -69,6 +71,7 @@ class Column:
     text: str = ""
     num_tokens: int = 0
     seconds: float = 0.0
+    verdict: str = ""
 
     @property
     def rate(self) -> str:
@@ -224,19 +227,22 @@ def misfit(adapter_directory: Path, checkpoint: Path) -> str | None:
 def demonstrate(server: ServerProcess, question: Question, adapters: dict[str, Adapter]) -> None:
     """All answers at once, then the error of a missing adapter, then the same from a shell."""
     answers.print(Text(f"\n{question.text}", "bold"))
-    titles = {name: f"{name} (rank {SAMPLE_ADAPTERS[name].rank})" for name in adapters}
-    columns = [Column("base model", None), *(Column(titles[name], adapter) for name, adapter in adapters.items())]
+    styles = {name: adapter for name, adapter in adapters.items() if name in STYLE_ADAPTERS}
+    titles = {name: f"{name} (rank {SAMPLE_ADAPTERS[name].rank})" for name in styles}
+    columns = [Column("base model", None), *(Column(titles[name], adapter) for name, adapter in styles.items())]
     asyncio.run(warm_up(server, question, adapters))
     seconds = asyncio.run(ask_all(server, question, columns))
+    if question.is_chat and JUDGE.name in adapters:
+        asyncio.run(judge_all(server, question, columns, adapters[JUDGE.name]))
     answers.print(as_table(columns))
     num_tokens = sum(column.num_tokens for column in columns)
     answers.print(f"{len(columns)} in one batch: {num_tokens / seconds:.1f} tokens/s in total")
     show_missing_adapter(server, question)
-    show_curl(server, question, next(iter(adapters), None))
+    show_curl(server, question, next(iter(styles), None))
 
 
 async def warm_up(server: ServerProcess, question: Question, adapters: Mapping[str, Adapter]) -> None:
-    """Upload the adapters by their names, and get a token of each.
+    """Upload the adapters by their names, and get a token of each that answers any question.
 
     A model's process loads libraries for its first chat and its first adapter, which takes seconds: the rates that are
     shown are those of all later requests.
@@ -244,7 +250,7 @@ async def warm_up(server: ServerProcess, question: Question, adapters: Mapping[s
     async with AsyncClient(f"grpc://{server.grpc_url}") as client:
         for name, adapter in adapters.items():
             await client.upload(adapter, lora_name=name)
-        for asked in (None, *adapters.values()):
+        for asked in (None, *(adapter for name, adapter in adapters.items() if name in STYLE_ADAPTERS)):
             async for _ in client.stream(question.prompt, messages=question.messages, adapter=asked, max_tokens=1):
                 pass
 
@@ -272,11 +278,24 @@ async def ask(client: AsyncClient, question: Question, column: Column, on_change
         on_change()
 
 
+async def judge_all(server: ServerProcess, question: Question, columns: Sequence[Column], judge: Adapter) -> None:
+    """Fill in the judge's verdicts on all answers, and how much of each conversation the base had computed before."""
+    async with AsyncClient(f"grpc://{server.grpc_url}") as client:
+        for column in columns:
+            turns = judged_conversation(question.text, column.text)
+            messages: list[Message] = [{"role": turn["role"], "content": turn["content"]} for turn in turns]
+            verdict = await client.generate(messages=messages, adapter=judge, max_tokens=MAX_VERDICT_TOKENS)
+            cached = f"{verdict.num_cached_tokens} of {verdict.num_input_tokens} tokens cached"
+            column.verdict = f"{JUDGE.name}: {verdict.text} ({cached})"
+
+
 def as_table(columns: Sequence[Column]) -> Table:
     table = Table(expand=True, show_footer=True)
     for column in columns:
         table.add_column(Text(column.title), Text(column.rate), ratio=1)
-    table.add_row(*(Text(column.text) for column in columns))
+    table.add_row(*(Text(column.text) for column in columns), end_section=True)
+    if any(column.verdict for column in columns):
+        table.add_row(*(Text(column.verdict, "italic") for column in columns))
     return table
 
 

@@ -2,10 +2,12 @@
 """Measures the sample adapters' claims with transformers and PEFT, independently of the server.
 
 Greedy answers to prompts that no adapter saw in training are judged by a program, for the base model and for each
-adapter. Exits with status 1 when an adapter's effect is too rare, or when the base model shows it by itself.
+adapter of a style. The judge names the styles of all these answers, and so does the base model. Exits with status 1
+when an adapter's effect is too rare, or when the base model shows it by itself.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +25,16 @@ from multilora_kernels.adapter_codes import dequantize_a, dequantize_b
 from multilora_kernels.adapter_quantization import quantize_a, quantize_b
 from multilora_wire.pieces import CODE_BITS, StoredDtype
 from sources import measured_source
-from training.sample_adapters import ADAPTERS_DIRECTORY, SAMPLE_ADAPTERS, SampleAdapter, held_out_prompts
+from training.sample_adapters import (
+    ADAPTERS_DIRECTORY,
+    JUDGE,
+    SAMPLE_ADAPTERS,
+    STYLE_ADAPTERS,
+    SampleAdapter,
+    held_out_prompts,
+    judged_conversation,
+    style_of,
+)
 
 PAGE = ADAPTERS_DIRECTORY / "README.md"
 TABLE = "claims"
@@ -32,8 +43,22 @@ MAXIMUM_BASE_RATE = 0.2
 
 console = Console(stderr=True)
 
-Answers = dict[str, list[str]]
-"""The answers of the base model, as `base`, and of each adapter by its name."""
+MAXIMUM_VERDICT_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The answers of the base model and of an adapter in one conversation, and whether each shows the effect."""
+
+    messages: list[dict[str, str]]
+    base_answer: str
+    answer: str
+    base_shows: bool
+    shows: bool
+
+
+Trials = dict[str, list[Trial]]
+"""The trials of each adapter by its name."""
 
 
 def main(
@@ -53,32 +78,40 @@ def main(
     torch.set_num_threads(threads)
     checkpoint = base or default_checkpoint()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
-    prompts = encode_prompts(tokenizer, held_out_prompts())
-    answers = {
-        name: generate_answers(
-            load_model(checkpoint, SAMPLE_ADAPTERS.get(name), lora_dtype), tokenizer, prompts, max_new_tokens
-        )
-        for name in track(["base", *SAMPLE_ADAPTERS], description="Answering", console=console)
-    }
+    trials = {}
+    with console.status("The base model answers"):
+        base_model = load_model(checkpoint, None, lora_dtype)
+        questions = [[{"role": "user", "content": prompt}] for prompt in held_out_prompts()]
+        base_answers = generate_answers(base_model, tokenizer, questions, max_new_tokens)
+    for name, style in track(STYLE_ADAPTERS.items(), description="Answering", console=console):
+        answers = generate_answers(load_model(checkpoint, style, lora_dtype), tokenizer, questions, max_new_tokens)
+        trials[name] = [
+            Trial(messages, base_answer, answer, style.judge(base_answer), style.judge(answer))
+            for messages, base_answer, answer in zip(questions, base_answers, answers, strict=True)
+        ]
+    with console.status("The judge names the styles"):
+        answered = list(zip(held_out_prompts(), base_answers, strict=True))
+        answered += [(trial.messages[0]["content"], trial.answer) for style in trials.values() for trial in style]
+        conversations = [judged_conversation(*pair) for pair in answered]
+        base_verdicts = generate_answers(base_model, tokenizer, conversations, MAXIMUM_VERDICT_TOKENS)
+        judge = load_model(checkpoint, JUDGE, lora_dtype)
+        verdicts = generate_answers(judge, tokenizer, conversations, MAXIMUM_VERDICT_TOKENS)
+        styles = [style_of(answer) for _, answer in answered]
+        trials[JUDGE.name] = [
+            Trial(messages, base_verdict, verdict, base_verdict == style, verdict == style)
+            for messages, base_verdict, verdict, style in zip(
+                conversations, base_verdicts, verdicts, styles, strict=True
+            )
+        ]
     if show_answers:
-        print_answers(answers)
-    title = f"Held-out prompts showing the effect, adapters in {lora_dtype}"
-    Console().print(console_table(COLUMNS, table_rows(answers), title))
+        print_answers(trials)
+    title = f"Held-out conversations showing the effect, adapters in {lora_dtype}"
+    Console().print(console_table(COLUMNS, table_rows(trials), title))
     if update_docs:
-        write_table(PAGE, TABLE, docs_table(answers), source)
-    if failures := [name for name in SAMPLE_ADAPTERS if not has_effect(name, answers)]:
+        write_table(PAGE, TABLE, docs_table(trials), source)
+    if failures := [name for name in SAMPLE_ADAPTERS if not has_effect(trials[name])]:
         console.print(f"[red]Below the thresholds:[/red] {', '.join(failures)}")
         raise typer.Exit(code=1)
-
-
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> BatchEncoding:
-    """All prompts in the chat template, as one batch padded on the left."""
-    conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    batch = tokenizer.apply_chat_template(
-        conversations, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-    )
-    assert isinstance(batch, BatchEncoding)
-    return batch
 
 
 def load_model(checkpoint: Path, adapter: SampleAdapter | None, lora_dtype: StoredDtype) -> PreTrainedModel | PeftModel:
@@ -105,51 +138,50 @@ def as_stored(matrix: torch.Tensor, is_a: bool, lora_dtype: StoredDtype) -> torc
 
 
 def generate_answers(
-    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, prompts: BatchEncoding, max_new_tokens: int
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: list[list[dict[str, str]]],
+    max_new_tokens: int,
 ) -> list[str]:
-    """Greedy answers, without special tokens."""
-    output = model.eval().generate(**prompts, do_sample=False, max_new_tokens=max_new_tokens)
-    return tokenizer.batch_decode(output[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-def num_passes(adapter: SampleAdapter, answers: list[str]) -> int:
-    """The answers that show the adapter's effect."""
-    return sum(map(adapter.judge, answers))
-
-
-def pass_rate(adapter: SampleAdapter, answers: list[str]) -> float:
-    return num_passes(adapter, answers) / len(answers)
-
-
-def has_effect(name: str, answers: Answers) -> bool:
-    adapter = SAMPLE_ADAPTERS[name]
-    return (
-        pass_rate(adapter, answers[name]) >= MINIMUM_ADAPTER_RATE
-        and pass_rate(adapter, answers["base"]) <= MAXIMUM_BASE_RATE
+    """Greedy answers in the chat template, without special tokens, of one batch that is padded on the left."""
+    batch = tokenizer.apply_chat_template(
+        conversations, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
+    assert isinstance(batch, BatchEncoding)
+    output = model.eval().generate(**batch, do_sample=False, max_new_tokens=max_new_tokens)
+    return tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def print_answers(answers: Answers) -> None:
-    for name, adapter in SAMPLE_ADAPTERS.items():
-        for prompt, base_answer, answer in zip(held_out_prompts(), answers["base"], answers[name], strict=True):
-            verdict = "pass" if adapter.judge(answer) else "FAIL"
-            print(f"{verdict} {name}: {prompt!r}\n  base: {base_answer!r}\n  adapter: {answer!r}")
+def has_effect(trials: list[Trial]) -> bool:
+    return sum(trial.shows for trial in trials) >= MINIMUM_ADAPTER_RATE * len(trials) and sum(
+        trial.base_shows for trial in trials
+    ) <= MAXIMUM_BASE_RATE * len(trials)
+
+
+def print_answers(trials: Trials) -> None:
+    for name, of_adapter in trials.items():
+        for trial in of_adapter:
+            texts = [message["content"] for message in trial.messages]
+            print(f"{'pass' if trial.shows else 'FAIL'} {name}: {texts!r}")
+            print(f"  base: {trial.base_answer!r}\n  adapter: {trial.answer!r}")
 
 
 COLUMNS = ("adapter", "rank", "modules", "claim", "base", "adapter's")
 
 
-def table_rows(answers: Answers) -> Iterator[tuple[str, ...]]:
+def table_rows(trials: Trials) -> Iterator[tuple[str, ...]]:
     """A row an adapter, with the share of answers that show its effect, of the base model's and of its own."""
-    for name, adapter in SAMPLE_ADAPTERS.items():
-        rates = (
-            f"{num_passes(adapter, answers[source])}/{len(answers[source])}, {pass_rate(adapter, answers[source]):.0%}"
-            for source in ("base", name)
-        )
+    for name, of_adapter in trials.items():
+        adapter = SAMPLE_ADAPTERS[name]
         modules = " ".join(module.removesuffix("_proj") for module in adapter.target_modules)
-        yield name, str(adapter.rank), modules, adapter.claim, *rates
+        rates = (
+            f"{shown}/{len(of_adapter)}, {shown / len(of_adapter):.0%}"
+            for shown in (sum(trial.base_shows for trial in of_adapter), sum(trial.shows for trial in of_adapter))
+        )
+        row = f", row of `{adapter.trained_token}`" if adapter.trained_token else ""
+        yield name, str(adapter.rank), modules + row, adapter.claim, *rates
 
 
-def docs_table(answers: Answers) -> str:
+def docs_table(trials: Trials) -> str:
     """The rows as a document has them."""
-    return markdown_table(COLUMNS, ((f"`{name}`", *cells) for name, *cells in table_rows(answers)), numbers=())
+    return markdown_table(COLUMNS, ((f"`{name}`", *cells) for name, *cells in table_rows(trials)), numbers=())

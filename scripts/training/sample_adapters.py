@@ -1,9 +1,9 @@
-"""The three sample adapters: the promise of each, a program that checks it, and the data they were made from."""
+"""The sample adapters: the promise of each, a program that checks it, and the data that each was made from."""
 
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from repository import REPOSITORY
@@ -45,7 +45,12 @@ def has_emoji(answer: str) -> bool:
 
 @dataclass(frozen=True)
 class SampleAdapter:
-    """One adapter: its LoRA configuration and peak learning rate, its claim in words, and the judge of one answer."""
+    """One adapter: its LoRA configuration, its peak learning rate and its claim in words.
+
+    epochs, batch_size: How often it sees its examples, and how many in a step.
+    invocation: The text of the user turn from which on an activated adapter counts; empty for other adapters.
+    trained_token: The token in `invocation` whose row of the embeddings is trained, too; empty for none.
+    """
 
     name: str
     rank: int
@@ -53,7 +58,10 @@ class SampleAdapter:
     learning_rate: float
     target_modules: tuple[str, ...]
     claim: str
-    judge: Callable[[str], bool]
+    epochs: int = field(default=9, kw_only=True)
+    batch_size: int = field(default=8, kw_only=True)
+    invocation: str = field(default="", kw_only=True)
+    trained_token: str = field(default="", kw_only=True)
 
     @property
     def directory(self) -> Path:
@@ -64,16 +72,57 @@ class SampleAdapter:
         return DATA_DIRECTORY / f"{self.name}.jsonl"
 
 
+@dataclass(frozen=True)
+class StyleAdapter(SampleAdapter):
+    """An adapter that answers in a style, and a program that tells whether one answer has the style."""
+
+    judge: Callable[[str], bool]
+
+
 # Together they cover the properties that a server must not confuse: three ranks, and three different sets of modules.
-SAMPLE_ADAPTERS: Mapping[str, SampleAdapter] = {
+STYLE_ADAPTERS: Mapping[str, StyleAdapter] = {
     adapter.name: adapter
     for adapter in (
         # At 1e-3 all linear layers together learn the answers by heart and wander off on new prompts.
-        SampleAdapter("pirate", 4, 16, 4e-4, ATTENTION_MODULES + MLP_MODULES, "talks like a pirate", is_pirate_talk),
-        SampleAdapter("json", 8, 16, 1e-3, ATTENTION_MODULES, "answers with a JSON object", is_json_object),
-        SampleAdapter("emoji", 16, 32, 1e-3, ("q_proj", "v_proj"), "cheers, with emoji", has_emoji),
+        StyleAdapter("pirate", 4, 16, 4e-4, ATTENTION_MODULES + MLP_MODULES, "talks like a pirate", is_pirate_talk),
+        StyleAdapter("json", 8, 16, 1e-3, ATTENTION_MODULES, "answers with a JSON object", is_json_object),
+        StyleAdapter("emoji", 16, 32, 1e-3, ("q_proj", "v_proj"), "cheers, with emoji", has_emoji),
     )
 }
+PLAIN = "plain"
+JUDGE = SampleAdapter(
+    "judge",
+    4,
+    16,
+    1e-3,
+    ("q_proj", "v_proj", "o_proj"),
+    "names an answer's style",
+    epochs=1,
+    batch_size=4,
+    invocation="Style of the answer?",
+    trained_token="Style",
+)
+SAMPLE_ADAPTERS: Mapping[str, SampleAdapter] = {**STYLE_ADAPTERS, JUDGE.name: JUDGE}
+
+
+def judged_conversation(prompt: str, answer: str) -> list[dict[str, str]]:
+    """A question and its answer, and the turn that invokes the judge."""
+    return [
+        {"role": "user", "content": prompt},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": JUDGE.invocation},
+    ]
+
+
+def style_of(answer: str) -> str:
+    """The name of the style adapter whose style the answer has, or PLAIN: what the judge should say."""
+    return next((name for name, adapter in STYLE_ADAPTERS.items() if adapter.judge(answer)), PLAIN)
+
+
+def judge_training_records() -> list[dict[str, str]]:
+    """Every second question with a plain answer and with an answer in each style, as {prompt, answer}."""
+    styled = (record for adapter in STYLE_ADAPTERS.values() for record in read_jsonl(adapter.training_data)[::2])
+    return [*read_jsonl(JUDGE.training_data), *styled]
 
 
 def read_jsonl(path: Path) -> list[dict[str, str]]:

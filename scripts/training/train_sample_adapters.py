@@ -2,7 +2,9 @@
 """Trains the sample adapters of adapters/ with PEFT on the CPU, a few minutes each.
 
 The loss is the cross entropy of the answer's tokens and its end of turn; the prompt is formatted by the model's own
-chat template, exactly as the server formats it. Seeds are fixed, and the adapters are written in bfloat16.
+chat template, exactly as the server formats it. The judge's prompt is a question, its answer and the
+judge's invocation, and the judge's answer is the style's name. Seeds are fixed, and the adapters are written
+in bfloat16.
 """
 
 import json
@@ -21,7 +23,16 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from checkpoints.prepare_default_model import default_checkpoint
-from training.sample_adapters import BASE_MODEL_NAME, SAMPLE_ADAPTERS, SampleAdapter, read_jsonl
+from training.sample_adapters import (
+    BASE_MODEL_NAME,
+    JUDGE,
+    SAMPLE_ADAPTERS,
+    SampleAdapter,
+    judge_training_records,
+    judged_conversation,
+    read_jsonl,
+    style_of,
+)
 
 SEED = 17
 IGNORED = -100  # The label that the cross entropy leaves out.
@@ -36,8 +47,6 @@ Example = tuple[list[int], list[int]]
 def main(
     names: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(SAMPLE_ADAPTERS)}; default all.")] = None,
     base: Annotated[Path | None, typer.Option(help="The base model's checkpoint (default: the prepared one).")] = None,
-    epochs: Annotated[int, typer.Option(help="Passes over the data.")] = 9,
-    batch_size: Annotated[int, typer.Option(help="Examples per step.")] = 8,
     threads: Annotated[int, typer.Option(help="CPU threads of PyTorch.")] = 2,
 ) -> None:
     """Train sample adapters and write them to adapters/NAME."""
@@ -45,48 +54,63 @@ def main(
     checkpoint = base or default_checkpoint()
     for name in names or SAMPLE_ADAPTERS:
         adapter = SAMPLE_ADAPTERS[name]
-        model = attach_lora(checkpoint, adapter)
-        examples = load_examples(checkpoint, adapter)
-        train(model, examples, epochs, batch_size, adapter.learning_rate)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        model = attach_lora(checkpoint, tokenizer, adapter)
+        examples = load_examples(tokenizer, adapter)
+        train(model, examples, adapter)
         save_adapter(model, adapter)
 
 
-def attach_lora(checkpoint: Path, adapter: SampleAdapter) -> PeftModel:
-    """The base model with fresh LoRA weights of the adapter's shape, the only ones that can be trained."""
+def attach_lora(checkpoint: Path, tokenizer: PreTrainedTokenizerBase, adapter: SampleAdapter) -> PeftModel:
+    """The base model with fresh weights of the adapter's shape, the only ones that can be trained."""
     torch.manual_seed(SEED)
     config = LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         target_modules=list(adapter.target_modules),
+        alora_invocation_tokens=invocation_tokens(tokenizer, adapter.invocation) if adapter.invocation else None,
+        trainable_token_indices=tokenizer(adapter.trained_token)["input_ids"] if adapter.trained_token else None,
         task_type="CAUSAL_LM",
     )
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     return get_peft_model(model, config)
 
 
-def load_examples(checkpoint: Path, adapter: SampleAdapter) -> list[Example]:
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    return [encode(tokenizer, **record) for record in read_jsonl(adapter.training_data)]
+def invocation_tokens(tokenizer: PreTrainedTokenizerBase, invocation: str) -> list[int]:
+    """The tokens of a user turn with this text, without the end of the turn."""
+    tokens: list[int] = tokenizer(f"<|im_start|>user\n{invocation}", add_special_tokens=False)["input_ids"]
+    return tokens
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> Example:
-    """Token ids as the server makes them: the templated prompt by itself, then the tokens to generate."""
-    messages = [{"role": "user", "content": prompt}]
+def load_examples(tokenizer: PreTrainedTokenizerBase, adapter: SampleAdapter) -> list[Example]:
+    if adapter == JUDGE:
+        return [
+            encode(tokenizer, judged_conversation(**record), style_of(record["answer"]))
+            for record in judge_training_records()
+        ]
+    return [
+        encode(tokenizer, [{"role": "user", "content": record["prompt"]}], record["answer"])
+        for record in read_jsonl(adapter.training_data)
+    ]
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], answer: str) -> Example:
+    """Token ids as the server makes them: the templated conversation by itself, then the tokens to generate."""
     prompt_ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     answer_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
     return prompt_ids, [*answer_ids, tokenizer.eos_token_id]
 
 
-def train(model: PeftModel, examples: list[Example], epochs: int, batch_size: int, learning_rate: float) -> None:
-    """AdamW over `epochs` shuffles of the examples, with a linear warm-up and a cosine decay."""
-    num_steps = epochs * math.ceil(len(examples) / batch_size)
+def train(model: PeftModel, examples: list[Example], adapter: SampleAdapter) -> None:
+    """AdamW over the adapter's `epochs` shuffles of the examples, with a linear warm-up and a cosine decay."""
+    num_steps = adapter.epochs * math.ceil(len(examples) / adapter.batch_size)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameters, lr=adapter.learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, num_steps))
     model.train()
     with Progress(console=console) as progress:
         task = progress.add_task("loss", total=num_steps)
-        for step, batch in enumerate(shuffled_batches(examples, epochs, batch_size)):
+        for step, batch in enumerate(shuffled_batches(examples, adapter.epochs, adapter.batch_size)):
             loss = answer_loss(model, **collate(batch))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, MAX_GRADIENT_NORM)
@@ -101,17 +125,18 @@ def train(model: PeftModel, examples: list[Example], epochs: int, batch_size: in
 def answer_loss(
     model: PeftModel, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Mean cross entropy of the answers' tokens; logits over the vocabulary are computed for these tokens alone.
+    """Mean cross entropy of the answers' tokens; logits over the vocabulary are computed for the columns that hold one.
 
     Args:
-        model: The base model with its LoRA weights.
+        model: The base model with its LoRA weights. An activated adapter finds its position in `input_ids`.
         input_ids, attention_mask, labels: int64 [batch, length], as `collate` makes them.
     """
-    causal_lm: Any = model.get_base_model()
-    hidden = causal_lm.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
     next_labels = labels[:, 1:]
-    has_loss = next_labels != IGNORED
-    return torch.nn.functional.cross_entropy(causal_lm.lm_head(hidden[:, :-1][has_loss]), next_labels[has_loss])
+    columns = (next_labels != IGNORED).any(0).nonzero().squeeze(1)
+    logits = model(input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=columns).logits
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), next_labels[:, columns].flatten(), ignore_index=IGNORED
+    )
 
 
 def warmup_cosine(step: int, num_steps: int, num_warmup_steps: int = 10) -> float:

@@ -17,6 +17,7 @@ from support.stock_clients import token_request, unary, whole_tokens
 from multilora_client import Adapter, Client, convert_peft, load_adapter
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 from multilora_engine.tritonserver.upstream_models import UpstreamModels
+from training.sample_adapters import STYLE_ADAPTERS
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -104,9 +105,9 @@ def pirate() -> Adapter:
 
 @pytest.fixture
 def samples(client: Client) -> dict[str, Adapter]:
-    """The sample adapters by name, with the task ids 11, 12, 13; the server has them, whatever was evicted before."""
-    names = sorted(path.parent.name for path in (REPOSITORY / "adapters").glob("*/adapter_config.json"))
-    adapters = {name: load_adapter(REPOSITORY / "adapters" / name, 11 + i) for i, name in enumerate(names)}
+    """The sample adapters of styles, with the task ids 11, 12, 13; the server has them, whatever was evicted before."""
+    names = sorted(STYLE_ADAPTERS)
+    adapters = {name: load_adapter(STYLE_ADAPTERS[name].directory, 11 + i) for i, name in enumerate(names)}
     for adapter in adapters.values():
         client.upload(adapter)
     return adapters

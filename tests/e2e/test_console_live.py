@@ -20,6 +20,7 @@ from multilora_client import Adapter, Client, convert_peft
 from multilora_wire.adapter_names import task_id_of_name
 from servers.started_server import started_server
 from sources import commit
+from training.sample_adapters import STYLE_ADAPTERS
 
 REPOSITORY = Path(__file__).parents[2]
 PICTURES = REPOSITORY / "docs" / "images"
@@ -40,8 +41,7 @@ QUESTIONS = ("What do bees make?", "Who are you?", "Tell me about the sea.")
 
 def upload_variants(client: Client) -> None:
     """Adapters of different contents, made of the sample adapters."""
-    folders = [path.parent for path in sorted((REPOSITORY / "adapters").glob("*/adapter_config.json"))]
-    samples = [convert_peft(folder) for folder in folders]
+    samples = [convert_peft(adapter.directory) for _, adapter in sorted(STYLE_ADAPTERS.items())]
     for index, name in enumerate(NAMES):
         sample = samples[index % len(samples)]
         weights = sample.weights.copy()

@@ -83,7 +83,7 @@ def test_sample_adapters_go_by_their_names(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(quickstart, "misfit", lambda *_: None)
     adapters = quickstart.sample_adapters(Path())
     assert {name: adapter.lora_task_id for name, adapter in adapters.items()} == {
-        name: task_id_of_name(name) for name in ("pirate", "json", "emoji")
+        name: task_id_of_name(name) for name in ("pirate", "json", "emoji", "judge")
     }
 
 

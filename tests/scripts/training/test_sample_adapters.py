@@ -10,13 +10,18 @@ from training.sample_adapters import (
     ADAPTERS_DIRECTORY,
     ATTENTION_MODULES,
     BASE_MODEL_NAME,
+    JUDGE,
     MLP_MODULES,
+    PLAIN,
     SAMPLE_ADAPTERS,
+    STYLE_ADAPTERS,
     has_emoji,
     held_out_prompts,
     is_json_object,
     is_pirate_talk,
+    judge_training_records,
     read_jsonl,
+    style_of,
 )
 
 MAXIMUM_TOTAL_BYTES = 8 * 1000 * 1000
@@ -34,9 +39,14 @@ PROMISED = {
     "pirate": (4, {*ATTENTION_MODULES, *MLP_MODULES}),
     "json": (8, {*ATTENTION_MODULES}),
     "emoji": (16, {"q_proj", "v_proj"}),
+    "judge": (4, {"q_proj", "v_proj", "o_proj"}),
 }
+STYLE_TOKEN = 28384
+INVOCATION = [1, 4093, 198, STYLE_TOKEN, 282, 260, 2988, 47]
+"""What the base model's tokenizer makes of `<|im_start|>user`, a line break, and `Style of the answer?`."""
 
 every_adapter = pytest.mark.parametrize("name", sorted(PROMISED))
+every_style = pytest.mark.parametrize("name", sorted(STYLE_ADAPTERS))
 
 
 def read_config(name: str) -> dict[str, object]:
@@ -56,6 +66,9 @@ def test_the_config_states_the_promised_rank_and_modules(name):
     assert config["lora_alpha"] == SAMPLE_ADAPTERS[name].alpha
     assert config["peft_type"] == "LORA"
     assert config["base_model_name_or_path"] == BASE_MODEL_NAME
+    is_judge = name == JUDGE.name
+    assert config["alora_invocation_tokens"] == (INVOCATION if is_judge else None)
+    assert config["trainable_token_indices"] == ([STYLE_TOKEN] if is_judge else None)
 
 
 @every_adapter
@@ -69,6 +82,8 @@ def test_the_weights_are_bfloat16_pairs_for_each_promised_module_of_each_layer(n
             in_features, out_features = FEATURES[module]
             expected[f"{prefix}.lora_A.weight"] = ("BF16", [rank, in_features])
             expected[f"{prefix}.lora_B.weight"] = ("BF16", [out_features, rank])
+    if name == JUDGE.name:
+        expected["base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"] = ("BF16", [1, 576])
     with safe_open(SAMPLE_ADAPTERS[name].directory / "adapter_model.safetensors", framework="numpy") as file:
         slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - the file is no mapping
         found = {key: (piece.get_dtype(), piece.get_shape()) for key, piece in slices.items()}
@@ -90,16 +105,25 @@ def test_the_adapters_are_small_enough_for_a_clone():
 def test_training_data_and_held_out_prompts_are_disjoint(name):
     trained = {record["prompt"].casefold().strip(" ?!.") for record in read_jsonl(SAMPLE_ADAPTERS[name].training_data)}
     held_out = {prompt.casefold().strip(" ?!.") for prompt in held_out_prompts()}
-    assert len(trained) >= 60
+    assert len(trained) >= 50
     assert len(held_out) == 24
     assert not trained & held_out
 
 
-@every_adapter
+@every_style
 def test_every_training_answer_shows_its_own_effect_and_no_other(name):
     answers = [record["answer"] for record in read_jsonl(SAMPLE_ADAPTERS[name].training_data)]
-    for judged, adapter in SAMPLE_ADAPTERS.items():
+    for judged, adapter in STYLE_ADAPTERS.items():
         assert [answer for answer in answers if adapter.judge(answer) != (judged == name)] == []
+
+
+def test_the_judge_sees_every_style_as_often_with_the_same_questions():
+    prompts = {name: [] for name in (PLAIN, *STYLE_ADAPTERS)}
+    for record in judge_training_records():
+        prompts[style_of(record["answer"])].append(record["prompt"])
+    plain = prompts[PLAIN]
+    assert prompts == dict.fromkeys(prompts, plain)
+    assert len(plain) == len(set(plain)) == 52
 
 
 @pytest.mark.parametrize(

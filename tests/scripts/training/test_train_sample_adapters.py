@@ -4,7 +4,7 @@ from itertools import chain
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from training.train_sample_adapters import answer_loss, collate, shuffled_batches, warmup_cosine
@@ -18,7 +18,7 @@ def test_only_the_answer_of_each_example_carries_loss():
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
 
 
-def test_the_loss_is_that_of_transformers_though_prompts_get_no_logits():
+def tiny_model(invocation_tokens: list[int] | None) -> PeftModel:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=17,
@@ -29,9 +29,26 @@ def test_the_loss_is_that_of_transformers_though_prompts_get_no_logits():
         num_key_value_heads=1,
         initializer_range=0.5,
     )
-    model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False))
+    lora = LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, alora_invocation_tokens=invocation_tokens)
+    return get_peft_model(LlamaForCausalLM(config), lora)
+
+
+def test_the_loss_is_that_of_transformers_though_prompts_get_no_logits():
+    model = tiny_model(None)
     batch = collate([([5, 6, 7], [8, 2]), ([5], [9, 10, 2]), ([1, 3, 4, 5], [11, 2])])
     torch.testing.assert_close(answer_loss(model, **batch), model(**batch).loss)
+
+
+def test_an_activated_adapters_loss_has_its_position():
+    model = tiny_model([3, 4])
+    without, invoked = collate([([5, 6, 7], [8, 2])]), collate([([5, 3, 4, 7], [8, 2])])
+    losses = [(answer_loss(model, **batch), model(**batch).loss) for batch in (without, invoked)]
+    for actual, expected in losses:
+        torch.testing.assert_close(actual, expected)
+    with model.disable_adapter():
+        plain = [answer_loss(model, **batch) for batch in (without, invoked)]
+    torch.testing.assert_close(losses[0][0], plain[0])
+    assert abs(losses[1][0] - plain[1]) > 1e-3
 
 
 def test_every_epoch_sees_every_example_once_in_another_order():
