@@ -17,7 +17,7 @@ def test_the_page_has_a_row_an_adapter_with_its_rate_and_the_bases() -> None:
     assert lines[2:] == [
         "| `pirate` | 4 | q k v o gate up down | talks like a pirate | 1/4, 25% | 4/4, 100% |",
         "| `json` | 8 | q k v o | answers with a JSON object | 0/4, 0% | 0/4, 0% |",
-        "| `emoji` | 16 | q v | cheers, with emoji | 0/4, 0% | 2/2, 100% |",
+        "| `emoji` | 16 | q v | cheers, with emoji | 0/2, 0% | 2/2, 100% |",
         "| `judge` | 4 | q v o, row of `Style` | names an answer's style | 0/5, 0% | 4/5, 80% |",
     ]
     shown = read_table(PAGE, TABLE).splitlines()
