@@ -65,7 +65,8 @@ class SampleAdapter:
 
     @property
     def directory(self) -> Path:
-        return ADAPTERS_DIRECTORY / self.name
+        """An activated adapter lies apart: it refuses requests that do not invoke it."""
+        return ADAPTERS_DIRECTORY / ("activated" if self.invocation else "") / self.name
 
     @property
     def training_data(self) -> Path:

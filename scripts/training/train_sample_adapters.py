@@ -49,7 +49,7 @@ def main(
     base: Annotated[Path | None, typer.Option(help="The base model's checkpoint (default: the prepared one).")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads of PyTorch.")] = 2,
 ) -> None:
-    """Train sample adapters and write them to adapters/NAME."""
+    """Train sample adapters and write them to their folders in adapters/."""
     torch.set_num_threads(threads)
     checkpoint = base or default_checkpoint()
     for name in names or SAMPLE_ADAPTERS:

@@ -67,11 +67,11 @@ from multilora_engine.lora.format import TORCH_DTYPES
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_kernels import cpu
-from training.sample_adapters import STYLE_ADAPTERS
 
 LOGITS_TOLERANCE = 3e-3
 """Of logits of 30. Both sides are float32: behind the strongest of the random adapters ours are 9e-4 from float64, and
 PEFT's 1.2e-3."""
+SAMPLES = Path(__file__).parents[2] / "adapters"
 SOFT = TINY | {"pad_token_id": 0, "query_pre_attn_scalar": 10, "tie_word_embeddings": False}
 """Untied: with random tied embeddings, which Gemma scales, every token is followed by itself."""
 LOCAL_AND_GLOBAL = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -359,8 +359,9 @@ def test_the_default_model_answers_as_peft_does_in_one_mixed_batch(
     default_model_dir: Path, tmp_path: Path, num_prompts: int, max_tokens: int
 ) -> None:
     oracle = Oracle(AutoModelForCausalLM.from_pretrained(default_model_dir, dtype=torch.float32), tmp_path)
-    for name, adapter in sorted(STYLE_ADAPTERS.items()):
-        oracle.load(name, adapter.directory)
+    for directory in sorted(p.parent for p in SAMPLES.glob("*/adapter_config.json")):
+        oracle.load(directory.name, directory)
+    assert len(oracle.adapters) == 3
     add_random_adapters(oracle)
     engine = build_engine(default_model_dir, oracle, default_model_dir, kv_cache_bytes=256 << 20)
     recorder = LogitsRecorder(engine)

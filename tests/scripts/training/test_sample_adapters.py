@@ -50,12 +50,13 @@ every_style = pytest.mark.parametrize("name", sorted(STYLE_ADAPTERS))
 
 
 def read_config(name: str) -> dict[str, object]:
-    return json.loads((ADAPTERS_DIRECTORY / name / "adapter_config.json").read_text())
+    return json.loads((SAMPLE_ADAPTERS[name].directory / "adapter_config.json").read_text())
 
 
 def test_the_table_lists_the_adapters_that_are_there():
-    directories = {path.parent.name for path in ADAPTERS_DIRECTORY.glob("*/adapter_model.safetensors")}
-    assert set(SAMPLE_ADAPTERS) == set(PROMISED) == directories
+    directories = {path.parent for path in ADAPTERS_DIRECTORY.rglob("adapter_model.safetensors")}
+    assert set(SAMPLE_ADAPTERS) == set(PROMISED)
+    assert {adapter.directory for adapter in SAMPLE_ADAPTERS.values()} == directories
 
 
 @every_adapter
