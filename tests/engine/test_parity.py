@@ -311,7 +311,7 @@ def answer_as_peft_does_in_little_memory(
 ) -> tuple[list[GenerationRequest], dict[str, Answer]]:
     """The requests, which share a prefix, and their answers."""
     prefix = tiny_prompts(7)[-1][:30]
-    requests = requests_for(oracle, [prefix + tail for tail in tiny_prompts(4) * 3], max_tokens=12)
+    requests = requests_for(oracle, [prefix + tail for tail in tiny_prompts(4) * 3], max_tokens=24)
     requests.sort(key=lambda request: request.lora_task_id or 0)
     answers = run_all(small, requests)
     assert_greedy(oracle, requests, answers)
