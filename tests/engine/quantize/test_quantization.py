@@ -483,7 +483,7 @@ def test_a_value_that_transformers_refuses_is_refused_with_its_complaint(
     config = json.loads((tmp_path / "in/config.json").read_text())
     (tmp_path / "in/config.json").write_text(json.dumps(config | {field: value}))
 
-    with pytest.raises(ConfigError, match=rf"(?s)in/config\.json: transformers refuses a value in it: .*{message}"):
+    with pytest.raises(ConfigError, match=rf"(?s)config\.json: transformers refuses .*: .*{message}"):
         quantize(tmp_path / "in", tmp_path / "out", Scheme("w8a16"))
 
 
