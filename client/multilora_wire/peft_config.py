@@ -237,7 +237,7 @@ class PeftConfig:
     def rope(self) -> str:
         """The rotary embeddings of the adapter itself, as JSON: rope_parameters, or an object with context_length.
 
-        Empty for an adapter that has those of its base.
+        Empty for an adapter with the rotary embeddings of its base.
         """
         length, parameters = self.fields.get("context_length"), self.fields.get("rope_parameters")
         own = parameters or ({"context_length": length} if length else None)

@@ -207,7 +207,7 @@ class PeftLinear:
 
 @dataclass(frozen=True)
 class PeftRows:
-    """Rows of tokens in the place of those of the embeddings, the head or both.
+    """Rows of tokens that replace rows of the embeddings, the head or both.
 
     module_id: `EMBEDDING_ROWS`, `HEAD_ROWS` or `TIED_ROWS`. base_name: of the module that has the base's weight.
     trained: `[n, hidden size]`, the rows of `token_ids` in their order; None for a saved copy alone.
@@ -282,8 +282,8 @@ def read_peft(
 ) -> PeftAdapter:
     """Read and check an adapter's configuration and the header of its weights, but no values.
 
-    config: the bytes of `adapter_config.json`. source: those of `adapter_model.safetensors`. sites: of the model that
-    the adapter is for, where they are known; model: the name of that one. trusts_patterns: see `parse_peft_config`.
+    config: the bytes of `adapter_config.json`. source: the bytes of `adapter_model.safetensors`. sites: of
+    the adapter's model, if they are known; model: its name. trusts_patterns: see `parse_peft_config`.
     Raises PeftError naming the field or key that stands in the way, or WrongBaseModel with the sizes of both models.
     """
     settings = parse_peft_config(config, sites, trusts_patterns)
@@ -398,7 +398,7 @@ class LinearReader:
         return values
 
     def _compared(self, saved: TensorPlace, base_name: str, base: BaseTiles) -> Iterator[tuple[Array, Array, Array]]:
-        """Some rows of the base's weight, float32, those of its saved copy, and which of them differ."""
+        """Some rows of the base's weight and of its saved copy, both float32, and which of the rows differ."""
         hidden_size, first = saved.shape[1], 0
         for weight in base.tiles(base_name, (saved.shape[0], hidden_size)):
             stop = first + len(weight)

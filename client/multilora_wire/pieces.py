@@ -4,7 +4,8 @@ Floats are stored one after another. Codes of 8 bits (int8, fp8) and 4 bits (int
 module of several sites is stored site by site: `multilora_kernels.adapter_codes` says how. Magnitudes and rows
 of tokens of adapters of codes are float32.
 
-Of embeddings A is stored as `[vocabulary, rank]`, so that the values of a token are neighbours: codes as those of a B.
+A of embeddings is stored as `[vocabulary, rank]`, so that the values of a token are neighbours. Its codes lie as the
+codes of a B.
 Rows of tokens are two pieces: the ids, int32 and ascending, and the rows `[ids, hidden size]`.
 """
 

@@ -17,7 +17,7 @@ def lora_embedding(
     `lora_expand` is the second half. PyTorch on the device; it reads r values a token.
 
     token_ids: [num_tokens] int64, within the vocabulary. token_lora_mapping: [num_tokens] int64, -1 for the base model.
-    Codes of such an A lie as those of a B. Returns [1, 1, num_tokens, max_rank], float32.
+    Codes of such an A lie as the codes of a B. Returns [1, 1, num_tokens, max_rank], float32.
     """
     lora_index = token_lora_mapping.clamp(min=0)
     ranks, offsets = tables.rank[lora_index, column].long(), tables.a_offset[lora_index, column]

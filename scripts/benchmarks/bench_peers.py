@@ -175,7 +175,7 @@ def rates_table(figures: Sequence[Figures]) -> str:
 def notes(figures: Sequence[Figures], contestants: Sequence[Contestant], versions: Mapping[str, str]) -> list[str]:
     """A line for each engine: its version, and what it could not do; set-ups of one engine share theirs.
 
-    contestants: those that were to be compared; one without figures could not be installed or started. versions: of
+    contestants: all that were compared; one without figures could not be installed or started. versions: of
     each contestant's engine, by its name.
     """
     measured = {row.peer for row in figures}

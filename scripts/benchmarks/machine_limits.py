@@ -32,7 +32,7 @@ _SIZE = 512
 """Rows and columns: a product of some milliseconds on one core, at nine tenths or more of its registers' rate."""
 
 CPU_FLOATS, CPU_ROWS = 1 << 27, 1024
-"""Half a GiB, of which a server's caches keep little from one time to the other; and rows of a product."""
+"""Half a GiB: caches of a server keep little of it from one time to the next; and rows of a product."""
 
 DOT_ROUNDS = 5_000_000
 """Some ten milliseconds of a core's dot products."""
@@ -266,7 +266,7 @@ class PlainLoops:
         return _on_all_cores(lambda _: loop(ctypes.c_int64(rounds), ctypes.c_float(_FACTOR)))
 
     def load(self, values: torch.Tensor, pause: int = 0) -> float:
-        """The sum of float32 `values`, of which each core reads its part, a multiple of 128 numbers.
+        """The sum of float32 `values`. Each core reads a part, a multiple of 128 numbers.
 
         pause: between two lines of memory, one of PAUSES.
         """

@@ -65,7 +65,7 @@ def packed(oracle: Oracle, name: str, layout: AdapterLayout) -> PackedAdapter:
 
 
 def without_traits(packed: PackedAdapter, layout: AdapterLayout) -> PackedAdapter:
-    """The same matrices, of which nothing says where they begin to count."""
+    """The same matrices, without invocation tokens."""
     return PackedAdapter(content_digest(packed.rows, packed.pages, layout.lora_dtype), packed.rows, packed.pages)
 
 

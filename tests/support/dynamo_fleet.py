@@ -28,6 +28,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from multilora_engine.dynamo.updates import EVENTS
+from multilora_engine.process.liveness import wait_for_end
 from multilora_engine.tritonserver.probe import OverHttp
 from repository import REPOSITORY
 
@@ -171,7 +172,7 @@ class DynamoFleet:
                 raise FleetFailed(f"the front ended with status {self._front.returncode}: {tail(self.front_log)}")
             if time.monotonic() > deadline:
                 raise FleetFailed(f"nothing came of waiting {_START_TIMEOUT_S:g} s: {tail(self.front_log)}")
-            time.sleep(_LOOK_INTERVAL_S)
+            wait_for_end((self._front if worker is None else worker.process).pid, _LOOK_INTERVAL_S)
 
     def ready_workers(self) -> list[Worker]:
         """The workers that became ready, and are alive."""

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import yaml
 
+from multilora_engine.process.liveness import wait_for_end
 from repository import REPOSITORY
 
 SETTINGS = REPOSITORY / "docker" / "prometheus"
@@ -86,9 +87,9 @@ class Prometheus:
                 f"--web.listen-address={address}",
                 "--log.level=error",
             ]
-            process = subprocess.Popen(command)
-            resources.callback(process.wait)
-            resources.callback(process.terminate)
+            self._process = subprocess.Popen(command)
+            resources.callback(self._process.wait)
+            resources.callback(self._process.terminate)
             self._resources = resources.pop_all()
         self.wait_until(lambda: bool(self.query("up == 1")))
         return self
@@ -110,12 +111,13 @@ class Prometheus:
         return float(vector[0]["value"][1]) if vector else 0.0
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds. Raises TimeoutError."""
+        """Wait until a condition holds. Raises TimeoutError, and ChildProcessError if Prometheus ends meanwhile."""
         deadline = time.monotonic() + _TIMEOUT_S
         while not self._holds(condition):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not within {_TIMEOUT_S:.0f} s")
-            time.sleep(_POLL_S)
+            if wait_for_end(self._process.pid, _POLL_S):
+                raise ChildProcessError(f"Prometheus ended with status {self._process.wait()}")
 
     def _holds(self, condition: Callable[[], bool]) -> bool:
         try:

@@ -21,8 +21,8 @@ input()
 """
 STARTS_A_PROGRAM_OF_OURS = """
 import subprocess, sys
-ours = "from multilora_wire.end_with_parent import watch_parent; import os, time; watch_parent(); "
-ours += "print(os.getpid(), flush=True); time.sleep(1000)"
+ours = "from multilora_wire.end_with_parent import watch_parent; import os, signal; watch_parent(); "
+ours += "print(os.getpid(), flush=True); signal.alarm(1000); signal.pause()"
 subprocess.Popen([sys.executable, "-c", ours])
 input()
 """

@@ -28,7 +28,7 @@ class AdapterCard:
 
     @property
     def user_data(self) -> Mapping[str, Any]:
-        """The fields beyond those of Dynamo's own workers: version and size of the adapter when the card was published.
+        """Fields that Dynamo's own workers do not have: version and size of the adapter when the card was published.
 
         Dynamo has no way to change a card, and requests would be refused while the card is away. So an adapter that
         moves to other weights keeps its card, and `list_loras` tells which weights it has.

@@ -18,10 +18,10 @@ HOST_WORK_S = 0.05
 """The time in a step that words, guides and beams of all requests may take together."""
 
 _MAX_DEBT = 5
-"""A request may be behind by so many times that time."""
+"""A request may owe at most this many times that time."""
 
 _MAX_CHARGE = 2
-"""One step charges a request at most so many times that time."""
+"""One step charges a request at most this many times that time."""
 
 
 class Account:
@@ -63,7 +63,7 @@ class Account:
 
 
 class Accounts:
-    """The account of each client with sequences in the engine. Under it are those of its adapters and the base model.
+    """The account of each client with sequences in the engine, with accounts of its adapters and of the base model.
 
     An account grows by the seconds of tokens in steps, of the host's work between steps, and of compiling guides, over
     the weight of the client. The queue, the guides and the places of the batch read this number. A client with a
@@ -308,8 +308,8 @@ class FairQueue:
             del self._priorities[priority]
 
     def set_aside(self, sequence: Sequence) -> None:
-        """The `first` sequence cannot start now, nor those of its client and adapter after it: pass over them until
-        `restore`.
+        """The `first` sequence cannot start now, nor can later sequences of its client and adapter: pass over them
+        all until `restore`.
         """
         name, task_id = _path(sequence)
         self._priorities[sequence.request.priority].parts[name].parts[task_id].is_aside = True

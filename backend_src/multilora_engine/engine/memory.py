@@ -176,7 +176,7 @@ def _adapters_of_a_step(config: EngineConfig, layout: AdapterLayout) -> tuple[in
 
 
 def _host_tier_bytes(config: EngineConfig, layout: AdapterLayout, device: torch.device) -> int:
-    """A GPU's host tier has room for waiting requests' adapters beside those of a step; a CPU's for one adapter with
+    """A GPU's host tier has room for the adapters of a step and of waiting requests; a CPU's for one adapter with
     embeddings and head.
     """
     if config.lora.lora_cache_host_memory_bytes:

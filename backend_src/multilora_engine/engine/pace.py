@@ -109,7 +109,7 @@ class StepTimes:
 class Step:
     """A step in the making: the scheduled sequences, how many tokens of the budget are left, and how much time.
 
-    answers: that get a token in it. turns: those of the answers that have a turn, in the order of their turns.
+    answers: that get a token in it. turns: the answers that have a turn, in the order of their turns.
     """
 
     def __init__(
@@ -214,8 +214,8 @@ class Pace:
         is_shared: bool = False,
         num_burst: int = 0,
     ) -> Step:
-        """The next step, empty. budget: its tokens. decoding: the answers that could get a token. over: those of
-        clients that have more of them than their shares. is_shared: whether several clients have sequences that run or
+        """The next step, empty. budget: its tokens. decoding: the answers that could get a token. over: the answers of
+        clients that have more answers than their shares. is_shared: whether several clients have sequences that run or
         wait. num_burst: prompts of the only client that came before its answers began.
         """
         self._over = frozenset()
@@ -280,8 +280,9 @@ class Pace:
         return max(_TARGET_MULTIPLE * own_s, _BURST_TARGET_MULTIPLE * burst_s)
 
     def _turns(self, decoding: list[Sequence], spare_s: float) -> list[Sequence]:
-        """The answers of the clients over their shares that have a turn: those that have waited longest, as many as
-        there is time for, one at least."""
+        """The answers that have a turn, of the clients over their shares: the longest-waiting answers, as many as there
+        is time for, one at least.
+        """
         self._num_turns += 1
         others = [sequence for sequence in decoding if sequence in self._over]
         others.sort(key=lambda sequence: sequence.last_turn)

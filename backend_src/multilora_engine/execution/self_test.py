@@ -183,8 +183,8 @@ def _compare(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, s
 def _prompts(
     num_tokens: int, tokens_of: int, tables: LoRATables, block_size: int, vocab_size: int, has_adapters: bool
 ) -> ForwardBatch:
-    """First tokens of sequences of a block each, all in block 0: those of one position are the same, and so write the
-    same.
+    """First tokens of sequences of a block each, all in block 0: tokens of one position are equal, and so write equal
+    keys and values.
     """
     tokens = torch.arange(num_tokens, device=tables.rank.device)
     positions = tokens % block_size

@@ -76,8 +76,8 @@ def peak_growth(device: torch.device) -> Measure:
 def trial_batch(query_lens: list[int], block_size: int, tables: LoRATables) -> ForwardBatch:
     """A step of the first tokens of sequences that all lie in block 0; the logits of each one's last row are wanted.
 
-    All tokens have the adapter of row 0, which may be of rank 0: its kernels are those of any other, also
-    of one on embeddings and head.
+    All tokens have the adapter of row 0, which may be of rank 0: it runs the kernels of any adapter, also
+    of an adapter on embeddings and head.
     """
     device = tables.rank.device
     num_tokens = sum(query_lens)

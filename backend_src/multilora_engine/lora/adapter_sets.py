@@ -160,7 +160,7 @@ class SetPlan:
     layout: AdapterLayout
 
     def fill(self, pages: Sequence[torch.Tensor]) -> None:
-        """Make the set in pages, uint8 [page_bytes] each; those that a piece spans are consecutive memory.
+        """Make the set in pages, uint8 [page_bytes] each. Pages that one piece spans are consecutive memory.
 
         Raises InvalidRequest when weights take values out of the range of `lora_dtype`.
         """

@@ -113,7 +113,7 @@ def pack_peft(adapter: PeftAdapter, layout: AdapterLayout, base_model: Path) -> 
 
 
 def _token_row(rows: PeftRows, reader: LinearReader, layout: AdapterLayout) -> _Row | None:
-    """None for a copy that is the base's own. Raises InvalidRequest for a copy of which too many rows differ."""
+    """None for a copy that equals the base's weight. Raises InvalidRequest if too many rows of a copy differ."""
     found, module = reader.find_rows(rows), layout.sites.module_at[OUTER_LAYER, rows.module_id]
     count = len(found.token_ids)
     if not count:
@@ -173,7 +173,7 @@ def _pack(
             memory[place.a_offset : place.a_offset + row.pieces[0].num_bytes] = 0
     if not layout.code_bits and not is_finite(pages.view(TORCH_DTYPES[layout.lora_dtype])):
         raise InvalidRequest(describe_non_finite())
-    # The bits of ids may look like those of infinities.
+    # The bits of ids may look like infinities.
     for row, place in zip(rows, packed, strict=True):
         if row.tokens is not None:
             store.put_ids(row.tokens.token_ids.astype(np.int32), place.a_offset)
@@ -383,7 +383,7 @@ def _ruled_out(module: WireModule, layout: AdapterLayout) -> str:
 
 
 def _wire_pieces(row: _Row, weights: torch.Tensor, bits: npt.NDArray[Any], layout: AdapterLayout) -> Iterator[_Values]:
-    """The values of a row of `lora_weights`. bits: those of `weights`.
+    """The values of a row of `lora_weights`. bits: the bits of `weights`.
 
     Raises InvalidRequest for anything but zeros after the values.
     """

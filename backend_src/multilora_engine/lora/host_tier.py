@@ -215,7 +215,7 @@ class HostTier:
         return iter(self._arrivals)
 
     def num_awaited_pages(self, besides: CachedAdapter) -> int:
-        """The most pages that one of the arrivals needs at once, those of other adapters that it keeps included."""
+        """The most pages that one arrival needs at once, including pages of other adapters that it keeps."""
         awaited = (a.num_pages + arrival.num_lent_pages for a, arrival in self._arrivals.items() if a is not besides)
         return max(awaited, default=0)
 

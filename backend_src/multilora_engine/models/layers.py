@@ -60,8 +60,8 @@ class LayerInputs:
     ) -> torch.Tensor:
         """Turn queries and keys, store keys and values, then softmax(scale q K^T + mask) V over each sequence's keys.
 
-        qkv: [num_tokens, q_size + 2 kv_size]. keys, values: of the layer, written in place. Keys and values are
-        attended to as they are stored, those of this step, too: the chunks of a prompt change none of them.
+        qkv: [num_tokens, q_size + 2 kv_size]. keys, values: of the layer, written in place. Attention reads
+        keys and values as they are stored, this step's own, too: the chunks of a prompt change no value.
         Returns [num_tokens, q_size], in `out` if there is one.
         """
         if self.attend_elsewhere is not None:

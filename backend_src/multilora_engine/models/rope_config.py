@@ -104,7 +104,7 @@ class AdapterRope:
 
 
 class AdapterRopes:
-    """Reads the rotary embeddings that adapters bring. Those that were read last are kept."""
+    """Reads the rotary embeddings that adapters bring. It keeps the ones that it read last."""
 
     def __init__(self, base: Mapping[str, Rope]) -> None:
         """base: the model's rotary embeddings."""

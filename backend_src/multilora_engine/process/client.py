@@ -70,7 +70,7 @@ class Connection:
         self._socket = context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.SNDHWM, 0)
-        # With a limit, the engine notices that this front is behind with reading, and joins its outputs.
+        # With a limit, the engine notices that this front reads too slowly, and joins its outputs.
         self._socket.set(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
         self._socket.set(zmq.RECONNECT_IVL, _RECONNECT_INTERVAL_MS)
         self._monitor = self._socket.get_monitor_socket(_LOST)

@@ -66,7 +66,7 @@ class Fronts:
         self.send(front, Refused(reason))
 
     def send(self, front: bytes, message: FromEngine) -> bool:
-        """Send a message that is no output. Returns False, and sends nothing, if the front is behind with reading."""
+        """Send a message that is no output. Returns False, and sends nothing, if the front reads too slowly."""
         if not self._address(front):
             return False
         self._router.send(encode(message))
@@ -83,7 +83,7 @@ class Fronts:
                 self._router.send_multipart(output_frames(self._outbox.take(front)), copy=False)
 
     def _address(self, front: bytes) -> bool:
-        """Begin a message to a front. Returns False if the front is gone or is behind with reading."""
+        """Begin a message to a front. Returns False if the front is gone or reads too slowly."""
         try:
             self._router.send(front, zmq.SNDMORE | zmq.DONTWAIT)
         except zmq.Again:

@@ -143,7 +143,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 class AdapterTaken(msgspec.Struct, frozen=True, tag=True):
     """The engine has the adapter that came with a request, and the front need not hold it any longer.
 
-    A front that is behind with reading does not get this message. It learns it from the end of the request.
+    A front that reads too slowly does not get this message. The end of the request tells it the same.
     """
 
     request_id: str

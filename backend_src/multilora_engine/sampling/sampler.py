@@ -87,7 +87,7 @@ class Choice:
         self._kept = _own_logits(logits, sequences)
         self._restricted = adjust_logits(logits, sequences, end_token_ids, tokens)
         self.token_ids, are_sound = _choose(logits, sequences, tokens)
-        # The probes travel with the tokens: when these are read, the logits may be those of another step.
+        # The probes travel with the tokens: when the probes are read, the logits may be of another step.
         probes = () if are_sound else (_probe(logits, self.token_ids),)
         self._on_host = FromDevice(self.token_ids, *probes)
         self._log_probs = None

@@ -46,7 +46,7 @@ class EngineLink:
         info = self.client.wait_until_ready(0.0 if self._tokenizer else _FIRST_CONTACT_S)
         if self._tokenizer is None:
             self._tokenizer = Tokenizer(Path(info.tokenizer_path))
-            # It was read as JSON: of the default model's 49,152 tokens and as many merges 32 MB, of which 18 are used.
+            # Reading its JSON takes 32 MB for the default model (49,152 tokens and merges); 18 MB stay in use.
             give_back_free_memory()
         return info, self._tokenizer
 

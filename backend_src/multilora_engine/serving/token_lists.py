@@ -51,7 +51,7 @@ def encode_messages(text: str, tokenizer: Tokenizer, info: EngineInfo, add_speci
 
     text: a JSON list of objects with `role` and `content`, or an object with such `messages` and with any of `tools`,
         `chat_template_kwargs`, `add_generation_prompt` and `continue_final_message`.
-    add_special_tokens: whether the tokenizer adds its own to those that the template writes.
+    add_special_tokens: whether the tokenizer adds its special tokens to the special tokens that the template writes.
     Raises InvalidRequest for anything else, for texts that are too long, and for chats that the template refuses.
     """
     check_prompt_bytes("messages", len(text.encode()), info)

@@ -145,7 +145,7 @@ def test_a_name_that_moved_takes_the_blocks_of_the_earlier_version_back(
     publisher.on_events([stored(5, name="x", digest="new")])
     assert set(router.blocks) == numbers(3, 4, 5)
     publisher.on_events([BlockRemoved(bytes([1]) * 32), stored(6, 2, "x", "new")])
-    assert set(router.blocks) == numbers(3, 4, 5), "block 6 is behind one that the router does not have"
+    assert set(router.blocks) == numbers(3, 4, 5), "block 6 follows a block that the router does not have"
 
 
 def test_with_the_engine_go_all_blocks(router: Router, publisher: BlockPublisher) -> None:
@@ -169,7 +169,7 @@ def test_before_there_is_a_router_nothing_is_told() -> None:
     publisher.start(router)
     publisher.on_loss()
     publisher.on_events([stored(2, 1), stored(3)])
-    assert set(router.blocks) == numbers(3), "block 2 is behind one that the router never had"
+    assert set(router.blocks) == numbers(3), "block 2 follows a block that the router never had"
 
 
 def sequence(tokens: list[int], name: str, salt: str, start: int = 0) -> EngineSequence:

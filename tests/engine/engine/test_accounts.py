@@ -215,16 +215,16 @@ def test_a_smaller_priority_goes_before_any_larger_one() -> None:
     assert shop.started[3:] == [later[1], later[2], later[0]], "the first adapter was served before"
 
 
-def test_those_set_aside_come_back_with_the_turn_they_had() -> None:
+def test_a_sequence_that_was_set_aside_comes_back_with_its_turn() -> None:
     shop = Shop()
     for task in [1, 2, 2, 3]:
         shop.add(task)
     first = shop.queue.first
     assert first is not None
     shop.queue.set_aside(first)
-    behind = shop.queue.first
-    assert behind is not None
-    assert behind.request.lora_task_id == 2
+    next_one = shop.queue.first
+    assert next_one is not None
+    assert next_one.request.lora_task_id == 2
     shop.queue.restore()
     assert shop.queue.first is first
 

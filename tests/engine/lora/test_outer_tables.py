@@ -111,7 +111,7 @@ ALL: Tensors = {
     **HEAD,
     **EMBEDDINGS,
     **Q_PROJ,
-    # Copies of which a few rows differ, by modules_to_save: each counts alone.
+    # Copies, by modules_to_save, in which a few rows differ: each copy counts alone.
     f"{EMBED}.weight": BASE[f"{EMBED}.weight"].index_copy(0, torch.tensor(IDS), rand(len(IDS), HIDDEN, seed=6)),
     "lm_head.base_layer.weight": torch.cat((rand(90, HIDDEN, seed=7), BASE["lm_head.weight"][90:])),
 }
@@ -126,7 +126,7 @@ def read_all(layout: AdapterLayout, base: Path) -> PackedAdapter:
 
 
 def rows_of(adapter: PackedAdapter, layout: AdapterLayout) -> TableRows:
-    """Tables of two rows, of which the second is the adapter's, amid pages whose bytes are NaN in every float."""
+    """Tables of two rows. The second is the adapter's, amid pages whose bytes are NaN in every float."""
     shape = page_shape(adapter.rows, len(adapter.pages), layout)
     pool = PagePool(len(adapter.pages) + 3, layout.page_bytes, torch.device("cpu"))
     pool.storage.fill_(0xFF)
