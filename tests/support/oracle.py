@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from multilora_engine.lora.format import pack_peft
 from multilora_engine.lora.layout import PackedAdapter
@@ -129,6 +130,16 @@ class Oracles:
     def generate(self, adapter: str | None, prompt: list[int], **options: Any) -> Any:
         """See `Oracle.generate`."""
         return self._of[adapter].generate(adapter, prompt, **options)
+
+
+def tiny_llama_oracle(directory: Path) -> tuple[Oracle, Path]:
+    """A Llama of two layers, without adapters yet, and its checkpoint. Both are folders of `directory`."""
+    torch.manual_seed(7)
+    shape = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=311, max_position_embeddings=512, initializer_range=0.4, **shape))
+    model.save_pretrained(directory / "checkpoint")
+    (directory / "adapters").mkdir()
+    return Oracle(model, directory / "adapters"), directory / "checkpoint"
 
 
 def packed(directory: Path, layout: AdapterLayout, base_model: Path | None = None) -> PackedAdapter:

@@ -17,9 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from safetensors.torch import load_file, save
 from support.adapters import SPANNING, TINY, WireAdapter, wire_adapter
 from support.engines import run_all
-from support.oracle import ATTENTION, MLP, Oracle, packed
+from support.oracle import ATTENTION, MLP, Oracle, packed, tiny_llama_oracle
 from support.sources import NO_BASE
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
@@ -480,12 +480,7 @@ TestSetMachine = SetMachine.TestCase
 @pytest.fixture(scope="module")
 def oracle_and_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Oracle, Path]:
     """A tiny Llama. PEFT's own sums of adapters are wrong for `rs`, which is rsLoRA with ranks of its own."""
-    torch.manual_seed(7)
-    shape = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=311, max_position_embeddings=512, initializer_range=0.4, **shape))
-    path = tmp_path_factory.mktemp("checkpoint")
-    model.save_pretrained(path)
-    oracle = Oracle(model, tmp_path_factory.mktemp("adapters"))
+    oracle, path = tiny_llama_oracle(tmp_path_factory.mktemp("oracle"))
     oracle.add_random("plain", 4, ATTENTION + MLP, seed=1)
     oracle.add_random(
         "rs", 6, ATTENTION, seed=2, use_rslora=True, rank_pattern={"k_proj": 3}, alpha_pattern={"o_proj": 9}

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.adapters import TINY, wire_adapter
 from support.engines import Answer, assert_idle, run_all
-from support.oracle import ATTENTION, MLP, Oracle
+from support.oracle import ATTENTION, MLP, Oracle, tiny_llama_oracle
 from support.sources import ROWS, GatedSource, key
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
@@ -302,12 +300,7 @@ TestRemoteMachine = RemoteMachine.TestCase
 @pytest.fixture(scope="module")
 def oracle_and_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Oracle, Path]:
     """A tiny Llama, and the PEFT adapters `pirate` and `parrot` in a directory."""
-    torch.manual_seed(7)
-    shape = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=311, max_position_embeddings=512, initializer_range=0.4, **shape))
-    path = tmp_path_factory.mktemp("checkpoint")
-    model.save_pretrained(path)
-    oracle = Oracle(model, tmp_path_factory.mktemp("adapters"))
+    oracle, path = tiny_llama_oracle(tmp_path_factory.mktemp("oracle"))
     oracle.add_random("pirate", 4, ATTENTION + MLP, seed=1)
     oracle.add_random("parrot", 9, ATTENTION, seed=2, use_dora=True)
     return oracle, path
