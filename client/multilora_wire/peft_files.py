@@ -14,7 +14,7 @@ configuration are `peft_config`'s.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -223,10 +223,15 @@ class PeftRows:
 
 @dataclass(frozen=True, eq=False)
 class FoundRows:
-    """The rows that count. token_ids: `[n]` int64, ascending. places: for each token a tensor, and the row of it."""
+    """The rows that count. token_ids: `[n]` int64, ascending.
+
+    tensors: that have the rows. tensor_of, row_of: `[n]` int64, for each token an index of `tensors`, and a row of it.
+    """
 
     token_ids: npt.NDArray[np.int64]
-    places: tuple[tuple[TensorPlace, int], ...]
+    tensors: tuple[TensorPlace, ...]
+    tensor_of: npt.NDArray[np.int64]
+    row_of: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -355,26 +360,29 @@ class LinearReader:
 
     def find_rows(self, rows: PeftRows) -> FoundRows:
         """Compare a saved copy with the base, rounded as the copy is. Trained rows count as they are."""
-        places: dict[int, tuple[TensorPlace, int]] = {}
+        tensors: list[TensorPlace] = []
+        found: list[tuple[Array, Array]] = []  # token ids and rows, of each tensor
+        if (trained := rows.trained) is not None:
+            tensors.append(trained)
+            found.append((np.array(rows.token_ids, np.int64), np.arange(len(rows.token_ids))))
         if (saved := rows.saved) is not None:
             if self._base is None:
                 raise PeftError(f"{_shown(saved)} is a copy, which takes the base model's weights to compare")
-            first = 0
-            for weight, _, is_changed in self._compared(saved, rows.base_name, self._base):
-                places |= {first + int(row): (saved, first + int(row)) for row in is_changed.nonzero()[0]}
-                first += len(weight)
-        if (trained := rows.trained) is not None:
-            places |= {token: (trained, row) for row, token in enumerate(rows.token_ids)}
-        ids = sorted(places)
-        return FoundRows(np.array(ids, np.int64), tuple(places[token] for token in ids))
+            is_changed = [changed for _, _, changed in self._compared(saved, rows.base_name, self._base)]
+            tensors.append(saved)
+            found.append((changed_ids := np.concatenate(is_changed).nonzero()[0], changed_ids))
+        ids, row_of = (np.concatenate(columns) for columns in zip(*found, strict=True))
+        tensor_of = np.repeat(np.arange(len(tensors)), [len(part) for part, _ in found])
+        token_ids, firsts = np.unique(ids, return_index=True)  # the trained row of a token, if it has both
+        return FoundRows(token_ids, tuple(tensors), tensor_of[firsts], row_of[firsts])
 
     def read_rows(self, found: FoundRows, name: str) -> Iterator[Values]:
         """The rows `[n, hidden size]`, some after others, as pieces of a B. name: for messages."""
-        hidden_size = found.places[0][0].shape[1]
-        for first, stop in _row_pieces((0, len(found.places)), hidden_size, unit=1):
+        hidden_size = found.tensors[0].shape[1]
+        for first, stop in _row_pieces((0, len(found.token_ids)), hidden_size, unit=1):
             rows = np.empty((stop - first, hidden_size), np.float32)
-            for start, end in _runs(found.places[first:stop]):
-                place, row = found.places[first + start]
+            for start, end in _runs(found.tensor_of[first:stop], found.row_of[first:stop]):
+                place, row = found.tensors[found.tensor_of[first + start]], int(found.row_of[first + start])
                 values = self._values(place, row * hidden_size, (row + end - start) * hidden_size)
                 rows[start:end] = values.reshape(-1, hidden_size)
             yield Values(1, first, self._cast(rows, name))
@@ -879,12 +887,7 @@ def _rounded(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.floa
         return values.astype(np.float16).astype(np.float32) if dtype == "F16" else values
 
 
-def _runs(places: Iterable[tuple[TensorPlace, int]]) -> Iterator[tuple[int, int]]:
-    """Runs of places that are neighbouring rows of one tensor."""
-    start, before, end = 0, None, 0
-    for end, (place, row) in enumerate(places):
-        if before is not None and before != (place, row - 1):
-            yield start, end
-            start = end
-        before = (place, row)
-    yield start, end + 1
+def _runs(tensor_of: npt.NDArray[np.int64], row_of: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Runs of neighbouring rows of one tensor."""
+    ends = np.flatnonzero((np.diff(tensor_of) != 0) | (np.diff(row_of) != 1)) + 1
+    return pairwise([0, *ends.tolist(), len(row_of)])
