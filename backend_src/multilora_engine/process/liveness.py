@@ -23,6 +23,9 @@ from pathlib import Path
 LOOKS_PER_TIMEOUT = 10
 """The supervisor looks this many times per timeout; an idle engine counts once between two looks."""
 
+_DRAINED_LOOK_INTERVAL_S = 0.05
+"""Between two looks for the file of a drained engine."""
+
 
 class Heartbeat:
     """The counter, in the file `fd`. One process writes it, another one reads it.
@@ -80,9 +83,6 @@ def wait_for_end(pid: int, timeout_s: float | None = None) -> bool:
         os.close(fd)
 
 
-_LOOK_INTERVAL_S = 0.05
-
-
 def drained_file(socket_path: Path) -> Path:
     """A file beside the engine's socket. It appears when a drained engine has nothing in flight any more."""
     return socket_path.with_name("drained")
@@ -122,7 +122,7 @@ def drain_engine(pid: int, socket_path: Path, timeout_s: float) -> bool:
         signal.pidfd_send_signal(fd, signal.SIGTERM)
         deadline = time.monotonic() + timeout_s
         while not file.exists():
-            if select.select([fd], [], [], _LOOK_INTERVAL_S)[0] or time.monotonic() > deadline:
+            if select.select([fd], [], [], _DRAINED_LOOK_INTERVAL_S)[0] or time.monotonic() > deadline:
                 return False
         return True
     except ProcessLookupError:
