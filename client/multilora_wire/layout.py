@@ -93,8 +93,15 @@ class AdapterLayout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """64 hex digits, different for models with different sites."""
-        return hashlib.sha256(msgspec.json.encode(self.sites)).hexdigest()
+        """64 hex digits, different for models with different sites. Models without experts keep the digits of a time
+        that knew none.
+        """
+        sites = msgspec.to_builtins(self.sites)
+        sites["modules"] = [
+            {field: value for field, value in module.items() if (field, value) != ("experts", 1)}
+            for module in sites["modules"]
+        ]
+        return hashlib.sha256(msgspec.json.encode(sites)).hexdigest()
 
     def pieces(self, module: WireModule, rank: int, is_dora: bool) -> list[Piece]:
         """A, B and, for DoRA, the magnitude of one row."""
@@ -149,7 +156,7 @@ def _bytes_taken(sites: ModelSites, rank: int, lora_dtype: str, page_bytes: int)
 
 def num_values(module: WireModule, rank: int, is_dora: bool = False) -> int:
     """Values of a row of `lora_weights`, without its padding."""
-    return rank * (module.in_size + module.out_size) + (module.out_size if is_dora else 0)
+    return module.experts * rank * (module.in_size + module.out_size) + (module.out_size if is_dora else 0)
 
 
 def place_pieces(sizes: Sequence[int], page_bytes: int) -> Placement:

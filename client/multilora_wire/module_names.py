@@ -1,7 +1,8 @@
 """Which wire module a linear of a Hugging Face model is, by its name within a decoder layer.
 
 Upstream's names mislead: `mlp_h_to_4h` (5) is the linear under the activation, `gate_proj`, and `mlp_gate` (7) is the
-linear that the activation is multiplied with, `up_proj`. See `sites.decoder_sites` for sizes and columns.
+linear that the activation is multiplied with, `up_proj`. The same holds for experts (13 and 15) and for shared experts
+(19 and 21); the gate of a shared expert as a whole is `mlp_router` (17). See `sites` for sizes and columns.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from collections.abc import Mapping
 
 ATTN_QKV, ATTN_Q, ATTN_K, ATTN_V, ATTN_DENSE = range(5)
 MLP_H_TO_4H, MLP_4H_TO_H, MLP_GATE = range(5, 8)
+MOE_H_TO_4H, MOE_4H_TO_H, MOE_GATE, MOE_ROUTER, SHARED_EXPERT_GATE = range(13, 18)
 MLP_GATE_UP = 18
+SHARED_H_TO_4H, SHARED_4H_TO_H, SHARED_UP = range(19, 22)
 
 UPSTREAM_NAMES: Mapping[int, str] = {
     ATTN_QKV: "attn_qkv",
@@ -21,7 +24,15 @@ UPSTREAM_NAMES: Mapping[int, str] = {
     MLP_H_TO_4H: "mlp_h_to_4h",
     MLP_4H_TO_H: "mlp_4h_to_h",
     MLP_GATE: "mlp_gate",
+    MOE_H_TO_4H: "moe_h_to_4h",
+    MOE_4H_TO_H: "moe_4h_to_h",
+    MOE_GATE: "moe_gate",
+    MOE_ROUTER: "moe_router",
+    SHARED_EXPERT_GATE: "mlp_router",
     MLP_GATE_UP: "mlp_gate_up",
+    SHARED_H_TO_4H: "shared_expert_h_to_4h",
+    SHARED_4H_TO_H: "shared_expert_4h_to_h",
+    SHARED_UP: "shared_expert_gate",
 }
 
 MODULE_IDS: Mapping[str, int] = {

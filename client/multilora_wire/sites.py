@@ -6,7 +6,7 @@ and know no model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -22,6 +22,14 @@ from multilora_wire.module_names import (
     MLP_GATE,
     MLP_GATE_UP,
     MLP_H_TO_4H,
+    MOE_4H_TO_H,
+    MOE_GATE,
+    MOE_H_TO_4H,
+    MOE_ROUTER,
+    SHARED_4H_TO_H,
+    SHARED_EXPERT_GATE,
+    SHARED_H_TO_4H,
+    SHARED_UP,
     UPSTREAM_NAMES,
 )
 
@@ -44,6 +52,7 @@ class AdapterSite:
     """A linear of the model that adapters may change: y = x W^T becomes y = x W^T + x A^T B^T.
 
     name: Hugging Face's module name without prefix, such as `layers.3.self_attn.q_proj`.
+    experts: linears of this shape that lie side by side, one an expert; 1 for a linear that no router chooses.
     column: of `LoRATables`, the first of `experts` consecutive ones.
     """
 
@@ -68,6 +77,8 @@ class WireModule:
     """One module id of one layer, as rows of `lora_config` name it; with A `[rank, in_size]` and B `[out_size, rank]`.
 
     name: upstream's, such as `attn_q`.
+    experts: A and B are those of so many experts, one after another. A row of `lora_weights` has all A
+        `[experts, rank, in_size]`, then all B `[experts, out_size, rank]`.
     kind: `linear`, or of `OuterSites` also `embedding`, whose A is stored as `[in_size, rank]`, and `rows`, which has
         in the place of A the ids of `rank` tokens, in the place of B their rows `[rank, out_size]`, and no columns.
     """
@@ -79,6 +90,7 @@ class WireModule:
     out_size: int
     parts: tuple[SitePart, ...]
     kind: ModuleKind = "linear"
+    experts: int = 1
 
 
 @dataclass(frozen=True)
@@ -197,6 +209,84 @@ GATED_MLP = ("gate_proj", "up_proj", "down_proj")
 """Hugging Face's names in an MLP that multiplies its activation with a second projection, as Llama's."""
 
 
+@dataclass(frozen=True)
+class SiteShape:
+    """A linear of one layer, or one linear of each of its experts, before it has a column.
+
+    path: within the layer, such as `self_attn.q_proj`. module_id: its wire module.
+    """
+
+    path: str
+    module_id: int
+    in_size: int
+    out_size: int
+    experts: int = 1
+
+
+def attention_shapes(hidden_size: int, q_size: int, kv_size: int) -> list[SiteShape]:
+    """The linears of attention, in the order of their columns."""
+    return [
+        SiteShape("self_attn.q_proj", ATTN_Q, hidden_size, q_size),
+        SiteShape("self_attn.k_proj", ATTN_K, hidden_size, kv_size),
+        SiteShape("self_attn.v_proj", ATTN_V, hidden_size, kv_size),
+        SiteShape("self_attn.o_proj", ATTN_DENSE, q_size, hidden_size),
+    ]
+
+
+def mlp_shapes(hidden_size: int, intermediate_size: int, linears: Sequence[str] = GATED_MLP) -> list[SiteShape]:
+    """The linears of an MLP, in the order of their columns.
+
+    linears: Hugging Face's names of gate, up and down; of a plain MLP, those of its first and second linear.
+    """
+    *inner, outer = linears
+    inner_ids = (MLP_H_TO_4H, MLP_GATE)
+    return [
+        *(SiteShape(f"mlp.{n}", i, hidden_size, intermediate_size) for n, i in zip(inner, inner_ids, strict=False)),
+        SiteShape(f"mlp.{outer}", MLP_4H_TO_H, intermediate_size, hidden_size),
+    ]
+
+
+def expert_shapes(hidden_size: int, expert_size: int, num_experts: int) -> list[SiteShape]:
+    """The router and the experts' gate, up and down of a sparse MLP, in the order of their columns."""
+    return [
+        SiteShape("mlp.gate", MOE_ROUTER, hidden_size, num_experts),
+        SiteShape("mlp.experts.gate_proj", MOE_H_TO_4H, hidden_size, expert_size, num_experts),
+        SiteShape("mlp.experts.up_proj", MOE_GATE, hidden_size, expert_size, num_experts),
+        SiteShape("mlp.experts.down_proj", MOE_4H_TO_H, expert_size, hidden_size, num_experts),
+    ]
+
+
+def shared_expert_shapes(hidden_size: int, shared_size: int) -> list[SiteShape]:
+    """The expert that all tokens use and the gate of its output, as in Qwen 2's mixtures, in the order of columns."""
+    return [
+        SiteShape("mlp.shared_expert.gate_proj", SHARED_H_TO_4H, hidden_size, shared_size),
+        SiteShape("mlp.shared_expert.up_proj", SHARED_UP, hidden_size, shared_size),
+        SiteShape("mlp.shared_expert.down_proj", SHARED_4H_TO_H, shared_size, hidden_size),
+        SiteShape("mlp.shared_expert_gate", SHARED_EXPERT_GATE, hidden_size, 1),
+    ]
+
+
+def model_sites(
+    layers: Iterable[Sequence[SiteShape]], hidden_size: int, vocab_size: int = 0, is_tied: bool = False
+) -> ModelSites:
+    """Sites of a decoder by the linears of each layer, which may differ.
+
+    vocab_size: 0 for a model whose embeddings and head adapters may not change. is_tied: both are one matrix.
+    """
+    sites: list[AdapterSite] = []
+    modules: list[WireModule] = []
+    column = 0
+    for layer, shapes in enumerate(layers):
+        site_of: dict[int, AdapterSite] = {}
+        for shape in shapes:
+            name = f"layers.{layer}.{shape.path}"
+            site_of[shape.module_id] = AdapterSite(name, layer, shape.in_size, shape.out_size, column, shape.experts)
+            column += shape.experts
+        sites += site_of.values()
+        modules += _wire_modules(site_of)
+    return ModelSites(tuple(sites), tuple(modules), _outer_sites(column, vocab_size, hidden_size, is_tied))
+
+
 def decoder_sites(
     num_layers: int,
     hidden_size: int,
@@ -207,25 +297,12 @@ def decoder_sites(
     vocab_size: int = 0,
     is_tied: bool = False,
 ) -> ModelSites:
-    """Sites of a decoder whose layers are all alike: attention with q, k, v and o, and an MLP.
-
-    mlp_linears: Hugging Face's names of gate, up and down; of a plain MLP, those of its first and second linear.
-    vocab_size: 0 for a model whose embeddings and head adapters may not change. is_tied: both are one matrix.
-    """
-    sites: list[AdapterSite] = []
-    modules: list[WireModule] = []
-    for layer in range(num_layers):
-        shapes = [
-            *_attention_shapes(hidden_size, q_size, kv_size),
-            *_mlp_shapes(hidden_size, intermediate_size, mlp_linears),
-        ]
-        first = len(sites)
-        sites += [
-            AdapterSite(f"layers.{layer}.{path}", layer, in_size, out_size, first + index)
-            for index, (path, in_size, out_size) in enumerate(shapes)
-        ]
-        modules += _wire_modules(sites[first:], is_gated=len(mlp_linears) == len(GATED_MLP))
-    return ModelSites(tuple(sites), tuple(modules), _outer_sites(len(sites), vocab_size, hidden_size, is_tied))
+    """Sites of a decoder whose layers are all alike: attention with q, k, v and o, and an MLP (`mlp_shapes`)."""
+    layer = [
+        *attention_shapes(hidden_size, q_size, kv_size),
+        *mlp_shapes(hidden_size, intermediate_size, mlp_linears),
+    ]
+    return model_sites([layer] * num_layers, hidden_size, vocab_size, is_tied)
 
 
 def _outer_sites(first_column: int, vocab_size: int, hidden_size: int, is_tied: bool) -> OuterSites | None:
@@ -236,38 +313,17 @@ def _outer_sites(first_column: int, vocab_size: int, hidden_size: int, is_tied: 
     return OuterSites(embeddings, head, is_tied)
 
 
-def _attention_shapes(hidden: int, q: int, kv: int) -> list[tuple[str, int, int]]:
-    """Path, in and out sizes of the attention's linears, in the order of their columns."""
-    return [
-        ("self_attn.q_proj", hidden, q),
-        ("self_attn.k_proj", hidden, kv),
-        ("self_attn.v_proj", hidden, kv),
-        ("self_attn.o_proj", q, hidden),
-    ]
+_FUSED = {ATTN_QKV: (ATTN_Q, ATTN_K, ATTN_V), MLP_GATE_UP: (MLP_GATE, MLP_H_TO_4H)}
+"""The modules whose B has the rows of several others. `mlp_gate_up` has up first, then gate."""
 
 
-def _mlp_shapes(hidden: int, intermediate: int, linears: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Path, in and out sizes of the MLP's linears, in the order of their columns."""
-    *inner, outer = linears
-    return [*((f"mlp.{name}", hidden, intermediate) for name in inner), (f"mlp.{outer}", intermediate, hidden)]
-
-
-def _wire_modules(sites: Sequence[AdapterSite], is_gated: bool) -> Iterator[WireModule]:
-    """The wire modules of one layer, by ascending module id.
-
-    The fused `mlp_gate_up` has B's halves swapped: up first, then gate.
-    """
-    q, k, v, o, inner, *rest = sites
-    yield _wire_module(ATTN_QKV, q, k, v)
-    yield _wire_module(ATTN_Q, q)
-    yield _wire_module(ATTN_K, k)
-    yield _wire_module(ATTN_V, v)
-    yield _wire_module(ATTN_DENSE, o)
-    yield _wire_module(MLP_H_TO_4H, inner)
-    yield _wire_module(MLP_4H_TO_H, rest[-1])
-    if is_gated:
-        yield _wire_module(MLP_GATE, rest[0])
-        yield _wire_module(MLP_GATE_UP, rest[0], inner)
+def _wire_modules(site_of: Mapping[int, AdapterSite]) -> Iterator[WireModule]:
+    """The wire modules of one layer, by ascending module id. site_of: the sites by the ids of their own modules."""
+    parts_of = {module_id: (module_id,) for module_id in site_of} | {
+        fused: parts for fused, parts in _FUSED.items() if site_of.keys() >= set(parts)
+    }
+    for module_id, parts in sorted(parts_of.items()):
+        yield _wire_module(module_id, *(site_of[part] for part in parts))
 
 
 def _wire_module(module_id: int, *sites: AdapterSite) -> WireModule:
@@ -275,4 +331,6 @@ def _wire_module(module_id: int, *sites: AdapterSite) -> WireModule:
     starts = [sum(site.out_size for site in sites[:index]) for index in range(len(sites))]
     parts = tuple(SitePart(site.column, start) for site, start in zip(sites, starts, strict=True))
     first, out_size = sites[0], sum(site.out_size for site in sites)
-    return WireModule(module_id, UPSTREAM_NAMES[module_id], first.layer, first.in_size, out_size, parts)
+    return WireModule(
+        module_id, UPSTREAM_NAMES[module_id], first.layer, first.in_size, out_size, parts, experts=first.experts
+    )
