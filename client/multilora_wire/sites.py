@@ -271,6 +271,8 @@ def model_sites(
 ) -> ModelSites:
     """Sites of a decoder by the linears of each layer, which may differ.
 
+    layers: of each the shapes by `attention_shapes`, and by `mlp_shapes` or by `expert_shapes`, beside which
+        `shared_expert_shapes` may stand.
     vocab_size: 0 for a model whose embeddings and head adapters may not change. is_tied: both are one matrix.
     """
     sites: list[AdapterSite] = []

@@ -13,6 +13,7 @@ Public, by purpose:
 - attention: `paged_attention` over `PagedSequences` with `AttentionOptions`.
   `rotary_attention` also rotates, by `rotary_angles`, and writes the cache; `store_rows` only writes it.
   `kv_row_size`, `kv_head_dim` and `load_rows` read caches, also caches of 8-bit codes.
+- mixtures of experts: `route` chooses, and `expert_mlp` computes over `PackedExperts`, with adapters by `ExpertLoRA`.
 - between linears: `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul`, `gelu_tanh`.
 - all in one call: `decoder_layers` and `decoder_logits`, for a `PackedDecoder` of `PackedLayer`s (of
   `PackedLayerLinear`s) and a `PackedHead`, with a `LayerStep` for each kind of layer.
@@ -30,6 +31,7 @@ embedding, token_rows                      LoRA on embeddings; an adapter's own 
 linear, quantized                          linears of floats, and of codes
   panels, code_order                       the order of weights in memory, for CPUs and for GPUs
 attention, rotary_angles, kv_rows          attention over the paged cache, positions, the rows of the cache
+experts, packed_experts                    a router's choice, and the chosen experts' MLPs; their weights
 elementwise                                the work between linears
 decoder_layers                             all layers of a Llama-like model in one call
 sampling, sampling_rule, penalties         the choice of tokens, and changes of logits before it
@@ -62,12 +64,14 @@ from multilora_kernels.decoder_layers import (
 from multilora_kernels.elementwise import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, silu_mul
 from multilora_kernels.embedding import lora_embedding
 from multilora_kernels.expand import lora_expand
+from multilora_kernels.experts import expert_mlp, route
 from multilora_kernels.huge_pages import HugePages
 from multilora_kernels.kv_rows import kv_head_dim, kv_row_size, load_rows, store_rows
 from multilora_kernels.linear import PackedWeight, activation_dtype, packed_embedding, packed_linear
 from multilora_kernels.lora_linear import lora_linear
 from multilora_kernels.lora_segments import lora_segments
 from multilora_kernels.memory_ahead import MemoryAhead
+from multilora_kernels.packed_experts import PackedExperts
 from multilora_kernels.penalties import LARGEST_LOGIT, forbid_tokens, penalise_tokens
 from multilora_kernels.quantized import (
     CodeType,
@@ -81,19 +85,21 @@ from multilora_kernels.sampling import SamplingRule, most_probable, rule_paramet
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.shrink import lora_shrink
 from multilora_kernels.step_inputs import StepInputs, fill_step_inputs
-from multilora_kernels.tables import LoRATables
+from multilora_kernels.tables import ExpertLoRA, LoRATables
 from multilora_kernels.token_rows import TokenRows, TokenRowTables
 
 __all__ = [
     "LARGEST_LOGIT",
     "AttentionOptions",
     "CodeType",
+    "ExpertLoRA",
     "HugePages",
     "LayerStep",
     "LoRASegments",
     "LoRATables",
     "MemoryAhead",
     "PackedDecoder",
+    "PackedExperts",
     "PackedHead",
     "PackedLayer",
     "PackedLayerLinear",
@@ -109,6 +115,7 @@ __all__ = [
     "add_rms_norm",
     "decoder_layers",
     "decoder_logits",
+    "expert_mlp",
     "fill_step_inputs",
     "forbid_tokens",
     "forget_adapters",
@@ -134,6 +141,7 @@ __all__ = [
     "quantized_lora_linear",
     "rotary_angles",
     "rotary_attention",
+    "route",
     "rule_parameters",
     "sample_tokens",
     "silu_mul",

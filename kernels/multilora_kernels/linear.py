@@ -72,6 +72,14 @@ class PackedWeight:
         """Whether `data` is panels."""
         return self.data.dim() > 2
 
+    def part(self, first: int, count: int) -> PackedWeight:
+        """The outputs first .. first + count as a weight in the same memory. They begin and end with panels."""
+        if not self.is_packed:
+            return PackedWeight(self.data[first : first + count], count)
+        width = self.data.shape[1] * self.data.shape[3]
+        panels = self.data[first // width : -(-(first + count) // width)]
+        return PackedWeight(panels, count, self.is_tiled)
+
     def copy_rows(self, first: int, rows: torch.Tensor) -> None:
         """Store `rows` [n, in_features], of any float dtype, as the outputs first .. first + n."""
         if not self.is_packed:

@@ -16,7 +16,9 @@ then its scale multiplies the sum.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -52,6 +54,14 @@ class CodeType(Enum):
     @property
     def bits(self) -> int:
         return 4 if self is CodeType.INT4 else 8
+
+
+@dataclass
+class _ZeroPoints:
+    """The zeros of a weight, which its parts share. of_all: None while no zero of any part differs from zero."""
+
+    of_all: torch.Tensor | None = None
+    has_readers: bool = False
 
 
 class QuantizedWeight:
@@ -100,8 +110,8 @@ class QuantizedWeight:
         self._tile = 0 if self.is_packed else tile_inputs(group_size, in_features)
         self._codes = self._empty_codes()
         self._scales = self._empty(self.num_groups, scale_dtype)
-        self._zeros: torch.Tensor | None = None
-        self._has_readers = False
+        self._zero_points = _ZeroPoints()
+        self._own: slice | None = None
 
     @property
     def nbytes(self) -> int:
@@ -110,7 +120,8 @@ class QuantizedWeight:
     @property
     def unpacked_nbytes(self) -> int:
         """The memory that `unpacked` takes."""
-        num_panels, columns, lanes = self._panels
+        _, columns, lanes = self._panels
+        num_panels = -(-self.shape[0] // (columns * lanes))
         return num_panels * columns * lanes * self.shape[1] * self._compute_dtype.itemsize
 
     @property
@@ -124,7 +135,7 @@ class QuantizedWeight:
         zeros makes the panel of zeros.
         """
         assert self.is_packed
-        self._has_readers = True
+        self._zero_points.has_readers = True
         codes = self._codes.view(_MULTIPLIED[self.code_type])
         return QuantizedPanels(codes, self._scales, self._zeros, self.group_size, self.shape[1], self._digits)
 
@@ -141,6 +152,17 @@ class QuantizedWeight:
             codes = codes.view(torch.uint8)
         zeros = None if self._zeros is None else self._zeros.flatten(1)
         return codes, self._scales.flatten(1), zeros, self.group_size, self.shape[1], self.code_type.bits
+
+    def part(self, first: int, count: int) -> QuantizedWeight:
+        """The outputs first .. first + count as a weight in the same memory. They begin and end with panels."""
+        _, columns, lanes = self._panels
+        begin, end = first // (columns * lanes), -(-(first + count) // (columns * lanes))
+        part = copy.copy(self)
+        part.shape = torch.Size((count, self.shape[1]))
+        part._codes, part._scales = self._codes[begin:end], self._scales[begin:end]
+        before = self._own.start if self._own else 0
+        part._own = slice(before + begin, before + end)
+        return part
 
     def copy_rows(self, first: int, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
         """Store the outputs first .. first + n.
@@ -196,6 +218,7 @@ class QuantizedWeight:
         return self._empty(words * _WORD_INPUTS if self._tile else self.shape[1], dtype)
 
     def _empty(self, items: int, dtype: torch.dtype, parts: tuple[int, ...] = ()) -> torch.Tensor:
+        """Memory for the whole weight, also where this is a part of it."""
         panels, columns, lanes = self._panels
         shape = (panels, items, columns, lanes, *parts)
         return self._pages.zeros(shape, dtype) if self._pages else torch.zeros(shape, dtype=dtype, device=self._device)
@@ -218,10 +241,16 @@ class QuantizedWeight:
         inputs = self._codes[0, :, 0, 0].numel() * (_WORD_INPUTS if self.code_type is CodeType.INT4 else 1)
         return F.pad(codes, (0, inputs - codes.shape[1]))
 
+    @property
+    def _zeros(self) -> torch.Tensor | None:
+        of_all = self._zero_points.of_all
+        return of_all if of_all is None or self._own is None else of_all[self._own]
+
     def _copy_zeros(self, first: int, zeros: torch.Tensor) -> None:
-        if self._zeros is None and zeros.any():
-            assert not self._has_readers, "panels were read before the weight was filled"
-            self._zeros = self._empty(self.num_groups, torch.int8)
+        points = self._zero_points
+        if points.of_all is None and zeros.any():
+            assert not points.has_readers, "panels were read before the weight was filled"
+            points.of_all = self._empty(self.num_groups, torch.int8)
         if self._zeros is not None:
             copy_rows_to_columns(_columns(self._zeros), first, zeros)
 

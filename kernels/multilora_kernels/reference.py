@@ -8,7 +8,7 @@ all arithmetic is float64.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +17,14 @@ from multilora_kernels.adapter_codes import CODE_BITS, dequantize_a, dequantize_
 from multilora_kernels.kv_rows import kv_head_dim, load_rows, store_rows
 from multilora_kernels.penalties_reference import forbid_tokens, penalise_tokens
 from multilora_kernels.sampling_reference import sample_tokens
-from multilora_kernels.segments import LoRASegments
+from multilora_kernels.segments import LoRASegments, reference_segments
 from multilora_kernels.step_inputs_reference import fill_step_inputs
-from multilora_kernels.tables import LoRATables
+from multilora_kernels.tables import ExpertLoRA, LoRATables
 
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "expert_mlp",
     "fill_step_inputs",
     "forbid_tokens",
     "gelu_tanh",
@@ -38,6 +39,7 @@ __all__ = [
     "penalise_tokens",
     "rotary_attention",
     "rotate_and_store",
+    "route",
     "sample_tokens",
     "silu_mul",
 ]
@@ -95,6 +97,81 @@ def lora_apply(
     lora_expand(
         lora_shrink(x, tables, first_slice, len(slice_sizes), segments), y, tables, first_slice, slice_sizes, segments
     )
+
+
+class _Weight(Protocol):
+    def rows(self, first: int, count: int) -> torch.Tensor: ...
+
+
+class _Experts(Protocol):
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def expert(self, index: int) -> _Weight: ...
+
+
+def route(logits: torch.Tensor, top_k: int, is_normalised: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `experts.route`."""
+    # A stable sort leaves equal logits in the order of the experts.
+    expert_ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = logits.softmax(dim=-1).gather(1, expert_ids)
+    if is_normalised:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return expert_ids.int(), weights
+
+
+def expert_mlp(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: _Experts,
+    down: _Experts,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    clamp_limit: float,
+    lora: ExpertLoRA | None,
+) -> torch.Tensor:
+    """One expert after the other; see `experts.expert_mlp`."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    outputs = x.new_zeros(*expert_ids.shape, down.shape[1], dtype=dtype)
+    inner_columns, outer_columns = ((lora.gate_column, lora.up_column), (lora.down_column,)) if lora else ((), ())
+    for expert in expert_ids.unique().tolist():
+        tokens, places = (expert_ids == expert).nonzero(as_tuple=True)
+        inner = _expert_linear(x[tokens].to(dtype), gate_up, expert, gate_up_bias, tokens, inner_columns, lora)
+        activated = _expert_activation(inner, clamp_limit)
+        outputs[tokens, places] = _expert_linear(activated, down, expert, down_bias, tokens, outer_columns, lora)
+    y = x.new_zeros(len(x), down.shape[1], dtype=dtype)
+    for place in range(expert_ids.shape[1]):
+        y += weights[:, place, None] * outputs[:, place]
+    return y.to(x.dtype)
+
+
+def _expert_linear(
+    rows: torch.Tensor,
+    experts: _Experts,
+    expert: int,
+    bias: torch.Tensor | None,
+    tokens: torch.Tensor,
+    columns: Sequence[int],
+    lora: ExpertLoRA | None,
+) -> torch.Tensor:
+    """The linear of one expert, with the adapters of its tokens. columns: of its slices, which are equally wide."""
+    out_features = experts.shape[1]
+    y = rows @ experts.expert(expert).rows(0, out_features).to(rows.dtype).T
+    if lora is not None:
+        segments = reference_segments(lora.mapping[tokens], lora.tables.rank.shape[0], len(tokens), len(tokens))
+        size = out_features // len(columns)
+        for part, column in zip(y.split(size, dim=1), columns, strict=True):
+            lora_apply(rows, part, lora.tables, column + expert, (size,), segments)
+    return y if bias is None else y + bias[expert].to(y.dtype)
+
+
+def _expert_activation(gate_up: torch.Tensor, clamp_limit: float) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    if not clamp_limit:
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=clamp_limit), up.clamp(-clamp_limit, clamp_limit)
+    return (up + 1) * gate * (1.702 * gate).sigmoid()
 
 
 def paged_attention(

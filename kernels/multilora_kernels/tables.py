@@ -33,3 +33,16 @@ class LoRATables(NamedTuple):
     b_offset: torch.Tensor
     magnitude_offset: torch.Tensor
     max_rank: int
+
+
+class ExpertLoRA(NamedTuple):
+    """The adapters of the experts of one layer. Expert e has the column `gate_column + e` of the tables, and so on.
+
+    mapping: [num_tokens] int64, the row of the tables for each token, or -1 for the base model.
+    """
+
+    tables: LoRATables
+    mapping: torch.Tensor
+    gate_column: int
+    up_column: int
+    down_column: int

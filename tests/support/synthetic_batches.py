@@ -63,6 +63,36 @@ def random_tables(
     return LoRATables(builder.arena(), rank.int(), tables[0], tables[1], tables[2], max_rank or int(rank.max()))
 
 
+def random_expert_tables(
+    rank: torch.Tensor,
+    columns: tuple[int, int, int],
+    sizes: tuple[int, int],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    shared_a: bool = False,
+) -> LoRATables:
+    """Adapters of the experts of one layer, scaled and laid out as those of `random_tables`.
+
+    rank: [max_loras, 3, num_experts] of gate, up and down; 0 for an absent expert. columns: the first of each of the
+    three; other columns are absent. sizes: hidden size and inner size. shared_a: gate and up have one A where their
+    ranks are equal.
+    """
+    builder, (hidden, inner) = _ArenaBuilder(dtype, generator), sizes
+    num_columns = max(columns) + rank.shape[2] + 1
+    ranks = torch.zeros(rank.shape[0], num_columns, dtype=torch.int32)
+    tables = torch.full((3, *ranks.shape), NOWHERE, dtype=torch.int64)
+    tables[2] = -1
+    for lora_index, part, expert in rank.nonzero().tolist():
+        r, (in_size, out_size) = int(rank[lora_index, part, expert]), (inner, hidden) if part == 2 else (hidden, inner)
+        column, gate = columns[part] + expert, columns[0] + expert
+        is_shared = shared_a and part == 1 and bool(ranks[lora_index, gate] == r)
+        a = tables[0, lora_index, gate] if is_shared else builder.add_a(r, in_size)
+        ranks[lora_index, column] = r
+        tables[:2, lora_index, column] = torch.tensor([int(a), builder.add_b(out_size, r)])
+    return LoRATables(builder.arena(), ranks, tables[0], tables[1], tables[2], max(1, int(rank.max())))
+
+
 class _ArenaBuilder:
     """Appends random weights, of variance 1 / fan-in, behind gaps; returns their offsets."""
 
