@@ -31,7 +31,7 @@ from machine_room import check_memory
 from multilora_client import Adapter, AsyncClient, Client, Message, MultiloraClientError, load_adapter
 from multilora_client.terminal import one_line_errors
 from multilora_engine.errors import ConfigError
-from multilora_engine.models.registry import adapter_sites, read_model_config
+from multilora_engine.models.registry import read_model_config
 from multilora_engine.text.tokenizer_files import read_tokenizer
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 from multilora_engine.tritonserver.arguments import PortTaken, resolve_addresses
@@ -218,7 +218,7 @@ def sample_adapters(checkpoint: Path) -> dict[str, Adapter]:
 def misfit(adapter_directory: Path, checkpoint: Path) -> str | None:
     """Why an adapter was not made for the model of `checkpoint`; None when it fits."""
     try:
-        with open_peft_directory(adapter_directory, adapter_sites(read_model_config(checkpoint)), checkpoint.name):
+        with open_peft_directory(adapter_directory, read_model_config(checkpoint).sites, checkpoint.name):
             return None
     except WrongBaseModel as error:
         return str(error)

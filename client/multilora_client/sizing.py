@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from multilora_client.base_weights import MODEL_CONFIG_FILE
 from multilora_client.errors import InvalidRequest
+from multilora_wire.config_sites import config_sites
 from multilora_wire.layout import AdapterLayout, PageShape, adapter_layout, adapter_pages
 from multilora_wire.pieces import StoredDtype
-from multilora_wire.sites import EMBEDDING_ROWS, GATED_MLP, ModelSites, WireModule, decoder_sites
-
-_PLAIN_MLPS: Mapping[str, tuple[str, ...]] = {"starcoder2": ("c_fc", "c_proj")}
-"""Model types without a gate, and the names of their MLP's linears."""
-
-_TIED = frozenset({"cohere2", "gemma2", "gemma3_text", "smollm3", "starcoder2"})
-"""Model types whose embeddings and head are one matrix unless `config.json` says otherwise."""
+from multilora_wire.sites import EMBEDDING_ROWS, ModelSites, WireModule
 
 
 def read_layout(checkpoint: Path, max_rank: int, lora_dtype: StoredDtype) -> AdapterLayout:
@@ -26,13 +20,17 @@ def read_layout(checkpoint: Path, max_rank: int, lora_dtype: StoredDtype) -> Ada
 
 
 def read_sites(checkpoint: Path) -> ModelSites:
-    """The sites of a Hugging Face checkpoint of decoder layers, from its `config.json`. Raises InvalidRequest."""
+    """The sites of a Hugging Face checkpoint of decoder layers, from its `config.json`. Raises InvalidRequest.
+
+    For a model of several kinds of input: the sites of its text part.
+    """
     path = checkpoint / MODEL_CONFIG_FILE
     try:
-        return _read_sites(json.loads(path.read_text(encoding="utf-8")))
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return config_sites(fields.get("text_config") or fields)
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"cannot read {path}: {error}") from error
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise InvalidRequest(f"{path} does not describe a decoder: {error}") from error
 
 
@@ -84,20 +82,3 @@ def token_rows_shape(
 
 def _last_part(site_name: str) -> str:
     return site_name.rpartition(".")[2]
-
-
-def _read_sites(config: Mapping[str, Any]) -> ModelSites:
-    """The sites of a decoder with equal layers. For a model of several kinds of input: the sites of its text part."""
-    text = config.get("text_config") or config
-    hidden, num_heads = text["hidden_size"], text["num_attention_heads"]
-    head_size = text.get("head_dim") or hidden // num_heads
-    return decoder_sites(
-        num_layers=text["num_hidden_layers"],
-        hidden_size=hidden,
-        q_size=num_heads * head_size,
-        kv_size=(text.get("num_key_value_heads") or num_heads) * head_size,
-        intermediate_size=text["intermediate_size"],
-        mlp_linears=_PLAIN_MLPS.get(text.get("model_type", ""), GATED_MLP),
-        vocab_size=text.get("vocab_size", 0),
-        is_tied=text.get("tie_word_embeddings", text.get("model_type") in _TIED),
-    )

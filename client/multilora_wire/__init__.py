@@ -1,6 +1,7 @@
 """Wire knowledge that client and engine share: sites of adapters, layouts, files. Imports no torch and no client.
 
 sites, module_names                        the places where adapters may change a model, and their wire modules
+  config_sites                             the sites of a checkpoint, from its config.json
 layout, pieces                             the stored form of an adapter: sizes and places, no weights
 converted_files                            the files of an adapter in the wire format
 peft_config, peft_files                    PEFT's files as an adapter

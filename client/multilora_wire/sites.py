@@ -208,6 +208,9 @@ class ModelSites:
 GATED_MLP = ("gate_proj", "up_proj", "down_proj")
 """Hugging Face's names in an MLP that multiplies its activation with a second projection, as Llama's."""
 
+PLAIN_MLP = ("c_fc", "c_proj")
+"""Hugging Face's names in an MLP of two linears, as StarCoder 2's."""
+
 
 @dataclass(frozen=True)
 class SiteShape:

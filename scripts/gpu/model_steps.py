@@ -27,6 +27,7 @@ from multilora_engine.models.weights import (
 )
 from multilora_kernels import CodeType, LoRATables
 from multilora_kernels.adapter_codes import CODE_BITS, a_bytes, b_bytes
+from multilora_wire.sites import decoder_sites
 
 RANK = 16
 
@@ -55,6 +56,9 @@ def llama_config(
         tie_word_embeddings=False,
         dtype="bfloat16",
         end_token_ids=(),
+        sites=decoder_sites(
+            num_layers, hidden, hidden, num_kv_heads * (hidden // num_heads), ffn, vocab_size=vocab_size
+        ),
     )
 
 

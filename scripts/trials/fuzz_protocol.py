@@ -30,7 +30,7 @@ from tritonclient.grpc import InferenceServerClient, InferInput
 
 from marked_tables import console_table, markdown_table, write_table
 from multilora_client import Client
-from multilora_engine.models.registry import adapter_sites, read_model_config
+from multilora_engine.models.registry import read_model_config
 from multilora_engine.tritonserver import ServerProcess
 from multilora_engine.tritonserver.installation import SHARED_MEMORY
 from multilora_wire.layout import num_values
@@ -112,7 +112,7 @@ def read_facts(grpc_url: str, model: Path) -> ModelFacts:
     with InferenceServerClient(grpc_url) as client:
         configs = {name: client.get_model_config(name, as_json=True)["config"] for name in set(DOORS.values())}
     config = read_model_config(model)
-    sites = adapter_sites(config)
+    sites = config.sites
     return ModelFacts(
         inputs={name: {entry["name"]: _spec(entry) for entry in c["input"]} for name, c in configs.items()},
         row_widths={module: num_values(sites.module_at[0, module], rank=1) for module in MODULES},

@@ -9,11 +9,33 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from multilora_wire.layout import adapter_layout, num_values
 from multilora_wire.module_names import MODULE_IDS
-from multilora_wire.sites import ModelSites, SitePart, decoder_sites
+from multilora_wire.sites import (
+    PLAIN_MLP,
+    ModelSites,
+    SitePart,
+    attention_shapes,
+    decoder_sites,
+    expert_shapes,
+    mlp_shapes,
+    model_sites,
+    shared_expert_shapes,
+)
 
 GATED = decoder_sites(3, hidden_size=64, q_size=48, kv_size=16, intermediate_size=96)
-PLAIN = decoder_sites(2, 64, 48, 16, 96, mlp_linears=("c_fc", "c_proj"))
+PLAIN = decoder_sites(2, 64, 48, 16, 96, PLAIN_MLP)
+ATTENTION = attention_shapes(64, 48, 16)
+MIXED = model_sites(
+    [
+        ATTENTION + expert_shapes(64, expert_size=24, num_experts=5),
+        ATTENTION + mlp_shapes(64, 96),
+        ATTENTION + expert_shapes(64, expert_size=24, num_experts=5) + shared_expert_shapes(64, shared_size=40),
+    ],
+    hidden_size=64,
+    vocab_size=200,
+)
+"""A sparse layer, a dense one, and a sparse one with a shared expert."""
 
 
 def _shapes(sites: ModelSites, layer: int) -> dict[str, tuple[int, int]]:
@@ -37,9 +59,79 @@ def test_a_plain_mlp_has_two_sites_and_neither_gate_nor_fused_modules() -> None:
     assert list(PLAIN.module_names) == [0, 1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("sites", [GATED, PLAIN])
+def test_layers_may_be_sparse_or_dense() -> None:
+    assert _shapes(MIXED, 1) == {name.replace("layers.2", "layers.1"): size for name, size in _shapes(GATED, 2).items()}
+    sparse = {name.removeprefix("layers.2."): size for name, size in _shapes(MIXED, 2).items() if ".mlp." in name}
+    assert sparse == {
+        "mlp.gate": (64, 5),
+        "mlp.experts.gate_proj": (64, 24),
+        "mlp.experts.up_proj": (64, 24),
+        "mlp.experts.down_proj": (24, 64),
+        "mlp.shared_expert.gate_proj": (64, 40),
+        "mlp.shared_expert.up_proj": (64, 40),
+        "mlp.shared_expert.down_proj": (40, 64),
+        "mlp.shared_expert_gate": (64, 1),
+    }
+
+
+def test_a_layer_has_the_modules_of_its_linears_and_no_others() -> None:
+    modules = {layer: [m.module_id for m in MIXED.modules if m.layer == layer] for layer in range(3)}
+    attention = [0, 1, 2, 3, 4]
+    assert modules == {
+        0: [*attention, 13, 14, 15, 16],
+        1: [*attention, 5, 6, 7, 18],
+        2: [*attention, 13, 14, 15, 16, 17, 19, 20, 21],
+    }
+
+
+def test_names_of_experts_cross_as_upstreams_do() -> None:
+    """13 is the linear under the activation, 15 the one beside; 21 is the shared expert's `up_proj`, 17 its gate."""
+    names = {i: MIXED.site_at[MIXED.module_at[2, i].parts[0].column].name for i in (13, 14, 15, 16, 17, 19, 20, 21)}
+    assert {i: name.removeprefix("layers.2.mlp.") for i, name in names.items()} == {
+        13: "experts.gate_proj",
+        14: "experts.down_proj",
+        15: "experts.up_proj",
+        16: "gate",
+        17: "shared_expert_gate",
+        19: "shared_expert.gate_proj",
+        20: "shared_expert.down_proj",
+        21: "shared_expert.up_proj",
+    }
+    assert MIXED.module_names[21] == "shared_expert_gate"
+    assert MIXED.module_names[17] == "mlp_router"
+
+
+def test_a_row_of_experts_has_the_values_of_all_of_them() -> None:
+    assert MIXED.module_at[0, 13].experts == 5
+    assert num_values(MIXED.module_at[0, 13], rank=3) == 5 * 3 * (64 + 24)
+    assert num_values(MIXED.module_at[0, 16], rank=3) == 3 * (64 + 5)
+
+
+@pytest.mark.parametrize(
+    ("sites", "expected"),
+    [
+        (GATED, "3396fd9459b21bcb5f61421430cdf60d8551188cd0e776c97ac733a483692cc9"),
+        (PLAIN, "404f128c9cd30466122afe00ace56698996dc4d33f7b02043a5ba85f47bc1d27"),
+    ],
+)
+def test_models_without_experts_keep_the_fingerprints_that_adapters_on_disk_have(
+    sites: ModelSites, expected: str
+) -> None:
+    assert adapter_layout(sites, 64, "float32").fingerprint == expected
+
+
+def test_models_that_differ_in_their_experts_have_other_fingerprints() -> None:
+    def fingerprint(num_experts: int) -> str:
+        sites = model_sites([ATTENTION + expert_shapes(64, 24, num_experts)], 64)
+        return adapter_layout(sites, 64, "float32").fingerprint
+
+    assert len({fingerprint(num_experts) for num_experts in (1, 2, 5)}) == 3
+
+
+@pytest.mark.parametrize("sites", [GATED, PLAIN, MIXED])
 def test_columns_count_up_without_gaps(sites: ModelSites) -> None:
-    assert [site.column for site in sites.sites] == list(range(sites.num_columns))
+    columns = [site.column + expert for site in sites.all_sites for expert in range(site.experts)]
+    assert columns == list(range(sites.num_columns))
 
 
 @pytest.mark.parametrize(
@@ -61,13 +153,15 @@ def test_parts_cover_the_rows_of_a_module_one_behind_another() -> None:
     assert GATED.module_at[1, 0].out_size == 80
 
 
-def test_one_plain_module_stands_for_each_site() -> None:
-    assert sorted(module.parts[0].column for module in GATED.plain_modules) == list(range(GATED.num_columns))
+@pytest.mark.parametrize("sites", [GATED, PLAIN, MIXED])
+def test_one_plain_module_stands_for_each_site(sites: ModelSites) -> None:
+    assert sorted(module.parts[0].column for module in sites.plain_modules) == [site.column for site in sites.sites]
 
 
-def test_a_description_travels_between_processes() -> None:
+@pytest.mark.parametrize("sites", [GATED, MIXED])
+def test_a_description_travels_between_processes(sites: ModelSites) -> None:
     assert GATED.num_columns == 21
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(GATED), type=ModelSites) == GATED
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sites), type=ModelSites) == sites
 
 
 def test_the_package_needs_neither_torch_nor_the_client() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from multilora_engine.models.quantization.format import sites_ruled_out
-from multilora_engine.models.registry import adapter_sites, read_model_config
+from multilora_engine.models.registry import read_model_config
 from multilora_wire.layout import AdapterLayout, adapter_layout
 
 
 def checkpoint_layout(checkpoint: Path, max_rank: int, lora_dtype: str) -> AdapterLayout:
     """The layout that an engine serving `checkpoint` has. Raises ConfigError."""
-    sites = adapter_sites(read_model_config(checkpoint))
+    sites = read_model_config(checkpoint).sites
     return adapter_layout(sites, max_rank, lora_dtype, sites_ruled_out(checkpoint, sites))

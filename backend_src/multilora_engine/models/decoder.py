@@ -6,7 +6,7 @@ Weights are uninitialised until `loader.load_model` fills the places that `check
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,7 +40,6 @@ from multilora_kernels import (
     lora_expand,
     lora_segments,
 )
-from multilora_wire.sites import GATED_MLP, ModelSites, decoder_sites
 
 EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
 """Names of the modules before and after the layers."""
@@ -57,12 +56,11 @@ def _rms_norm(builder: Builder) -> Norm:
 class Architecture:
     """The parts in which the decoders of one family differ.
 
-    layer: makes layer `index`. final_norm: makes the norm before the head. mlp_linears: Hugging Face's names.
+    layer: makes layer `index`. final_norm: makes the norm before the head.
     """
 
     layer: Callable[[Builder, int], Layer]
     final_norm: Callable[[Builder], Norm] = _rms_norm
-    mlp_linears: Sequence[str] = GATED_MLP
 
 
 class Decoder:
@@ -73,7 +71,7 @@ class Decoder:
         self.dtype = weights.placement.dtype
         self.activation_dtype = weights.placement.activation_dtype
         self._may_round = weights.placement.keeps_float32
-        self.adapter_sites = sites_of(config, architecture)
+        self.adapter_sites = config.sites
         self._device = weights.placement.device
         embeddings, head = (StoredPart(name, 0, config.vocab_size) for name in (EMBEDDINGS, HEAD))
         self._lm_head = weights.head(embeddings if config.tie_word_embeddings else head, config.hidden_size)
@@ -301,17 +299,3 @@ class Decoder:
 
 def _batched(batch: ForwardBatch) -> LoRABatch | None:
     return None if batch.lora is None else batch.lora.batched()
-
-
-def sites_of(config: ModelConfig, architecture: Architecture) -> ModelSites:
-    """The linears, embeddings and head that adapters may change, known without weights."""
-    return decoder_sites(
-        config.num_layers,
-        config.hidden_size,
-        config.q_size,
-        config.kv_size,
-        config.intermediate_size,
-        architecture.mlp_linears,
-        config.vocab_size,
-        config.tie_word_embeddings,
-    )

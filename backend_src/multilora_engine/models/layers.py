@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +24,7 @@ from multilora_kernels import (
     rotary_attention,
     silu_mul,
 )
-from multilora_wire.sites import GATED_MLP
+from multilora_wire.sites import GATED_MLP, PLAIN_MLP
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
@@ -156,9 +156,8 @@ class GatedMLP:
 class PlainMLP:
     """second(activation(first(x)))."""
 
-    def __init__(self, builder: Builder, linears: Sequence[str]) -> None:
-        """linears: names of the first and the second."""
-        first, second = (f"mlp.{name}" for name in linears)
+    def __init__(self, builder: Builder) -> None:
+        first, second = (f"mlp.{name}" for name in PLAIN_MLP)
         self._first = builder.linear([first], builder.config.mlp_bias)
         self._second = builder.linear([second], builder.config.mlp_bias)
         self._activation = _ACTIVATIONS[builder.config.activation]

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.rope_config import Rope, read_ropes
+from multilora_wire.config_sites import config_sites
+from multilora_wire.sites import ModelSites
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -22,6 +24,7 @@ _NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
 class ModelConfig:
     """The numbers of a decoder that the KV cache, the adapters and the families' layers read.
 
+    sites: the linears of each layer, which say how large its MLP or its experts are.
     ropes: rotary embeddings by name. layer_ropes: for each layer the name of its rotary embeddings, None for a layer
         without.
     sliding_window: for each layer the keys a token attends to, its own included; None is all.
@@ -48,6 +51,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str
     end_token_ids: tuple[int, ...]
+    sites: ModelSites
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -98,6 +102,7 @@ def decoder_config(path: Path, raw: Mapping[str, Any], fields: Mapping[str, Any]
         tie_word_embeddings=fields["tie_word_embeddings"],
         dtype=_dtype(raw),
         end_token_ids=_end_token_ids(path, raw, fields["vocab_size"]),
+        sites=config_sites({"model_type": raw["model_type"], **fields}),
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         mlp_bias=bool(fields.get("mlp_bias")),

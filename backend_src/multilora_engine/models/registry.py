@@ -1,7 +1,8 @@
 """The families that are served: how each reads `config.json`, and its layers.
 
 To add one: a file with a function that adds the family's numbers to a `ModelConfig`, and an `Architecture` whose layers
-are made of the pieces in `layers.py` or are a class of their own; a row in `FAMILIES`; a tiny random model of it in
+are made of the pieces in `layers.py` or are a class of their own; a row in `FAMILIES`; a row in
+`multilora_wire.config_sites` if its MLPs are not Llama's; a tiny random model of it in
 tests/engine/models/test_decoder.py and tests/engine/test_parity.py, which compare with transformers and PEFT.
 """
 
@@ -14,13 +15,12 @@ from typing import Any
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.models import cohere2, gemma, glm4, llama, olmo2, phi3, starcoder2
-from multilora_engine.models.decoder import Architecture, Decoder, sites_of
+from multilora_engine.models.decoder import Architecture, Decoder
 from multilora_engine.models.hf_config import begin_completing
 from multilora_engine.models.model import Model
 from multilora_engine.models.model_config import ModelConfig, check_shape, decoder_config, read_json
 from multilora_engine.models.weights import WeightFormat
 from multilora_wire.checkpoint_directory import why_no_checkpoint
-from multilora_wire.sites import ModelSites
 
 
 def _as_all(_fields: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
@@ -90,11 +90,6 @@ def _model_config(path: Path, raw: Mapping[str, Any], name: str, fields: Mapping
 def build_model(config: ModelConfig, weights: WeightFormat) -> Model:
     """The model without weights yet, which will be stored as `weights` says."""
     return Decoder(config, FAMILIES[config.architecture].architecture, weights)
-
-
-def adapter_sites(config: ModelConfig) -> ModelSites:
-    """The linears, embeddings and head of a model that adapters may change, without the model."""
-    return sites_of(config, FAMILIES[config.architecture].architecture)
 
 
 def _architecture_name(raw: dict[str, Any]) -> str:

@@ -12,15 +12,13 @@ from multilora_engine.models.layers import Attention, PlainMLP, PreNormLayer
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.norms import LayerNorm
 
-_MLP = ("c_fc", "c_proj")
-
 
 def _layer(builder: Builder, layer: int) -> PreNormLayer:
     norms = (
         builder.layer_norm("input_layernorm", has_bias=True),
         builder.layer_norm("post_attention_layernorm", has_bias=True),
     )
-    return PreNormLayer(builder, Attention(builder, layer), PlainMLP(builder, _MLP), norms)
+    return PreNormLayer(builder, Attention(builder, layer), PlainMLP(builder), norms)
 
 
 def _final_norm(builder: Builder) -> LayerNorm:
@@ -33,4 +31,4 @@ def read(fields: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
     return replace(config, qkv_bias=has_bias, output_bias=has_bias, mlp_bias=has_bias)
 
 
-STARCODER2 = Architecture(_layer, _final_norm, _MLP)
+STARCODER2 = Architecture(_layer, _final_norm)

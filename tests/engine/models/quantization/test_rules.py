@@ -13,7 +13,7 @@ from multilora_engine.errors import ConfigError, InvalidRequest
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora.format import check_rows, pack_adapter
 from multilora_engine.models.quantization.format import sites_ruled_out
-from multilora_engine.models.registry import adapter_sites, read_model_config
+from multilora_engine.models.registry import read_model_config
 from multilora_wire.module_names import ATTN_Q, ATTN_QKV, MLP_4H_TO_H
 
 
@@ -46,7 +46,7 @@ def test_an_adapter_on_a_module_that_is_ruled_out_is_refused(tmp_path: Path) -> 
 def test_parts_of_a_fused_linear_may_be_named_by_it(targets: list[str], ruled_out: set[str], tmp_path: Path) -> None:
     small_llama().save_pretrained(tmp_path)
     (tmp_path / "lora_metadata.json").write_text(json.dumps({"lora_target_modules": targets}))
-    sites = adapter_sites(read_model_config(tmp_path))
+    sites = read_model_config(tmp_path).sites
     names = {name.rpartition(".")[2] for name in sites_ruled_out(tmp_path, sites)}
     assert names == ruled_out | {"embed_tokens", "lm_head"}
 
@@ -55,7 +55,7 @@ def test_parts_of_a_fused_linear_may_be_named_by_it(targets: list[str], ruled_ou
 def test_the_head_may_be_named(targets: list[str], tmp_path: Path) -> None:
     small_llama().save_pretrained(tmp_path)
     (tmp_path / "lora_metadata.json").write_text(json.dumps({"lora_target_modules": targets}))
-    ruled_out = sites_ruled_out(tmp_path, adapter_sites(read_model_config(tmp_path)))
+    ruled_out = sites_ruled_out(tmp_path, read_model_config(tmp_path).sites)
     assert "lm_head" not in ruled_out
     assert "embed_tokens" in ruled_out
 

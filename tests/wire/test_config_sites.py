@@ -1,0 +1,80 @@
+"""Sites by the fields of config.json, against the modules that transformers makes of the same fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    PreTrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+    Starcoder2Config,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from multilora_wire.config_sites import config_sites
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 31,
+    "hidden_size": 24,
+    "intermediate_size": 52,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+MIXTURE = SHAPE | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 28}
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE, head_dim=10),
+    "starcoder2": Starcoder2Config(**SHAPE),
+    "qwen3 moe": Qwen3MoeConfig(**MIXTURE, head_dim=10, mlp_only_layers=[1, 2]),
+    "qwen3 moe, every second layer": Qwen3MoeConfig(**MIXTURE, head_dim=10, decoder_sparse_step=2),
+    "qwen3 moe, no experts": Qwen3MoeConfig(**MIXTURE | {"num_experts": 0}, head_dim=10),
+    "qwen2 moe": Qwen2MoeConfig(**MIXTURE, shared_expert_intermediate_size=36, mlp_only_layers=[0]),
+    "qwen2 moe, one expert": Qwen2MoeConfig(
+        **MIXTURE | {"num_experts": 1, "num_experts_per_tok": 1}, shared_expert_intermediate_size=36
+    ),
+    "olmoe": OlmoeConfig(**SHAPE, num_experts=5, num_experts_per_tok=2, pad_token_id=0),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=5, num_experts_per_tok=2),
+}
+
+
+def shapes_by_transformers(config: PreTrainedConfig) -> dict[str, tuple[int, int, int]]:
+    """Inputs, outputs and experts of each linear in the layers, by its name."""
+    with torch.device("meta"):
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    shapes: dict[str, tuple[int, int, int]] = {}
+    for name, parameter in model.model.named_parameters():
+        path = name.removesuffix(".weight")
+        if parameter.dim() == 2 and path.startswith("layers."):
+            shapes[path] = (parameter.shape[1], parameter.shape[0], 1)
+        elif path.endswith(".experts.gate_up_proj"):
+            num_experts, outputs, inputs = parameter.shape
+            for linear in ("gate_proj", "up_proj"):
+                shapes[path.replace("gate_up_proj", linear)] = (inputs, outputs // 2, num_experts)
+        elif path.endswith(".experts.down_proj"):
+            num_experts, outputs, inputs = parameter.shape
+            shapes[path] = (inputs, outputs, num_experts)
+    return shapes
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sites_are_the_linears_of_transformers(name: str) -> None:
+    config = CONFIGS[name]
+    sites = config_sites(config.to_dict())
+    assert {s.name: (s.in_size, s.out_size, s.experts) for s in sites.sites} == shapes_by_transformers(config)
+    assert sites.outer is not None
+    assert (sites.outer.vocab_size, sites.outer.is_tied) == (31, config.tie_word_embeddings)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"hidden_size": None}, {"num_attention_heads": 0, "head_dim": None}, {"decoder_sparse_step": 0}]
+)
+def test_fields_that_describe_no_decoder_are_an_error(changes: dict[str, Any]) -> None:
+    with pytest.raises((KeyError, TypeError, ArithmeticError)):
+        config_sites(CONFIGS["qwen3 moe"].to_dict() | changes)
