@@ -31,8 +31,8 @@ class CompressedTensors:
     notes: tuple[str, ...]
 
     def scheme(self, name: str, module_class: ModuleClass, has: Callable[[str], bool]) -> Scheme | None:
-        """How the module's weight is stored; None for floats."""
-        if any(matches(pattern, name, module_class) for pattern in self.ignore):
+        """How the module's weight is stored; None for floats, and for experts that are no modules of their own."""
+        if module_class == "Experts" or any(matches(pattern, name, module_class) for pattern in self.ignore):
             return None
         target = best_match(self.schemes, name, module_class)
         return None if target is None else self.schemes[target]

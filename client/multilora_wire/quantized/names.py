@@ -8,8 +8,8 @@ from typing import Literal
 
 from multilora_wire.quantized.scheme import QuantizationError
 
-ModuleClass = Literal["Linear", "Embedding"]
-"""torch's classes of the modules whose weights may be quantised."""
+ModuleClass = Literal["Linear", "Embedding", "Experts"]
+"""torch's classes of the modules whose weights may be quantised. Experts: all experts' linears of one name in one."""
 
 _REGEX = "re:"
 

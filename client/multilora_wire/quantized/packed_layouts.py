@@ -1,6 +1,6 @@
-"""`quantization_config` as AutoGPTQ, GPTQModel, AutoAWQ and transformers' fine-grained FP8 write it.
+"""`quantization_config` as AutoGPTQ, GPTQModel, AutoAWQ, transformers' fine-grained FP8 and gpt-oss write it.
 
-In these files a linear is quantised if it has the tensors of a quantised one; the configuration says how.
+In these files a linear is quantised if it has the tensors of a quantised linear. The configuration says how.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from multilora_wire.quantized.compressed import Float8, Scales
 from multilora_wire.quantized.compressed_config import MAX_BITS, MIN_BITS, block_shape
 from multilora_wire.quantized.fields import Object, choice, field, one_of
 from multilora_wire.quantized.gptq import GPTQ
+from multilora_wire.quantized.mxfp4 import MXFP4
 from multilora_wire.quantized.names import ModuleClass, overrides
 from multilora_wire.quantized.scheme import QuantizationError, Scheme
 
@@ -70,6 +71,17 @@ class FP8Checkpoint:
         scales = Scales(*(self.block or (None, None)))
         names = [scale for scale in ("weight_scale_inv", "weight_scale") if has(scale)]
         return Float8(scales, names[0]) if names else None
+
+
+@dataclass(frozen=True)
+class MXFP4Checkpoint:
+    """`quant_method` mxfp4: of experts, whose names the names of the tensors follow after an underscore."""
+
+    notes: tuple[str, ...] = ()
+
+    def scheme(self, name: str, module_class: ModuleClass, has: Callable[[str], bool]) -> Scheme | None:
+        """How the module's weight is stored; None for floats."""
+        return MXFP4() if has("blocks") or has("scales") else None
 
 
 def read_gptq(config: Object) -> GPTQCheckpoint:

@@ -13,7 +13,7 @@ from multilora_wire.quantized.adapter_rules import AdapterRules, read_adapter_ru
 from multilora_wire.quantized.compressed_config import read_compressed
 from multilora_wire.quantized.fields import Object
 from multilora_wire.quantized.names import ModuleClass
-from multilora_wire.quantized.packed_layouts import read_awq, read_fp8, read_gptq
+from multilora_wire.quantized.packed_layouts import MXFP4Checkpoint, read_awq, read_fp8, read_gptq
 from multilora_wire.quantized.scheme import QuantizationError, Scheme
 
 
@@ -47,6 +47,7 @@ _READERS: Mapping[str, Callable[[Object], Schemes]] = {
     "gptq": read_gptq,
     "awq": read_awq,
     "fp8": read_fp8,
+    "mxfp4": lambda _: MXFP4Checkpoint(),
 }
 _CONFIG_KEYS = ("quantization_config", "compression_config")
 _OTHER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from multilora_wire.quantized.compressed import Float8, PackedIntegers, PlainIntegers, Scales
+from multilora_wire.quantized.mxfp4 import MXFP4
 from multilora_wire.quantized.names import ModuleClass
 from multilora_wire.quantized.quantization import Quantization, read_quantization
 from multilora_wire.quantized.scheme import QuantizationError, Scheme
@@ -80,6 +81,12 @@ def test_the_most_exact_target_decides_and_ignored_modules_stay_floats(tmp_path:
         None,
         5,
     ]
+
+
+def test_linears_of_gpt_oss_are_codes_where_a_checkpoint_has_blocks(tmp_path: Path) -> None:
+    found = write(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    assert scheme_of(found) == MXFP4()
+    assert found.scheme(Q, "Linear", lambda suffix: suffix == "weight") is None
 
 
 def test_a_group_may_have_a_format_of_its_own(tmp_path: Path) -> None:
