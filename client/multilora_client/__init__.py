@@ -21,6 +21,7 @@ errors                                     every error that is raised on purpose
 cli, terminal                              the command `multilora`, and what all its commands share
   adapters_cli, weights_cli                its groups of commands
   quantize_command                         `multilora quantize`, which the engine carries out
+  doctor                                   `multilora doctor`: what works on a machine, and what does not
 openai, console, bench                     commands with parts of their own
 """
 

@@ -1,5 +1,5 @@
-"""`multilora`: generate, stream, chat, upload, convert, quantize, look after adapters and load a server from a
-terminal.
+"""`multilora`: generate, stream, chat, upload, convert, quantize, look after adapters, find what is wrong and load a
+server from a terminal.
 
 Answers go to standard output, everything else to standard error; an error is one line and exit status 1.
 """
@@ -21,6 +21,7 @@ from multilora_client.bench import command as bench_command
 from multilora_client.client import DEFAULT_URL, Client
 from multilora_client.console import command as console_command
 from multilora_client.convert import StorageDtype, convert_peft, is_peft, load_adapter
+from multilora_client.doctor import doctor
 from multilora_client.doors import DIRECT, ENSEMBLE
 from multilora_client.errors import AdapterError, InvalidRequest
 from multilora_client.generation import Chunk, Generation
@@ -43,6 +44,7 @@ app.command("openai")(openai_command.openai)
 app.command("console")(console_command.console)
 app.command("bench")(bench_command.bench)
 app.command("quantize")(quantize)
+app.command("doctor")(doctor)
 
 
 DoorName = Literal["direct", "ensemble"]
