@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
 
+from multilora_wire.module_names import UPSTREAM_NAMES
 from multilora_wire.pieces import StoredDtype
 
 ADAPTER_RANK_LIMIT = 256
@@ -15,6 +16,9 @@ ADAPTER_RANK_LIMIT = 256
 
 
 _SOURCES_EXAMPLE = '[{"source": "directory", "root": "/adapters"}]'
+
+_TARGETS = (*UPSTREAM_NAMES.values(), "lm_head", "embed_tokens")
+"""Names of modules, of which a model has some."""
 
 
 def _parse_sources(value: object) -> object:
@@ -30,6 +34,13 @@ def _parse_sources(value: object) -> object:
         if isinstance(source, dict) and "source" not in source:
             raise ValueError(f'entry {index} has no member "source"; write an object as in {_SOURCES_EXAMPLE}')
     return sources
+
+
+def _check_names(value: str) -> str:
+    names = value.replace(",", " ").split()
+    if unknown := [name for name in names if name not in _TARGETS]:
+        raise ValueError(f"there is no module {', '.join(unknown)}; write some of {', '.join(_TARGETS)}")
+    return ",".join(names)
 
 
 class SourceSpec(BaseModel):
@@ -75,6 +86,11 @@ class LoRAConfig(BaseModel):
             "its own rank only.",
         ),
     ] = 64
+    lora_target_modules: Annotated[
+        str,
+        AfterValidator(_check_names),
+        Field(description="Modules that adapters may change, like `attn_q,attn_v`. Empty: all that the model has."),
+    ] = ""
     lora_max_adapter_bytes: Annotated[
         ByteSize,
         Field(ge=1, description="Largest `lora_weights` or `lora_peft_weights` accepted, in bytes or like `4GiB`."),
@@ -124,3 +140,8 @@ class LoRAConfig(BaseModel):
             description="When a cached task id comes with other weights: `refuse` them, or `replace` for new requests."
         ),
     ] = "refuse"
+
+    @property
+    def target_modules(self) -> list[str]:
+        """The names in `lora_target_modules`."""
+        return self.lora_target_modules.split(",") if self.lora_target_modules else []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from multilora_client.base_weights import MODEL_CONFIG_FILE
 from multilora_client.errors import InvalidRequest
 from multilora_wire.config_sites import config_sites
-from multilora_wire.layout import AdapterLayout, PageShape, adapter_layout, adapter_pages
+from multilora_wire.layout import AdapterLayout, PageShape, adapter_layout, adapter_pages, header_pages, uniform_pieces
 from multilora_wire.pieces import StoredDtype
 from multilora_wire.sites import EMBEDDING_ROWS, ModelSites, WireModule
 
@@ -40,16 +41,18 @@ def tier_bytes(layout: AdapterLayout, num_adapters: int, num_pages: int) -> tupl
     Never fewer than a server starts with: room for one adapter of the largest rank that it accepts.
     """
     least = adapter_pages(layout, layout.max_rank, is_dora=True)
-    # A file begins with a header, which is shorter than a page.
-    host, disk = max(num_adapters * num_pages, least), max(num_adapters * (num_pages + 1), least + 1)
+    header = header_pages(layout)
+    host, disk = max(num_adapters * num_pages, least), max(num_adapters * (num_pages + header), least + header)
     return host * layout.page_bytes, disk * layout.page_bytes
 
 
 def linear_names(layout: AdapterLayout) -> list[str]:
-    """The last parts of the names of linears that adapters may change, such as `q_proj`, in the order of columns; then
-    the embeddings and the head.
+    """Names within a layer of the linears that adapters may change, such as `q_proj` and `experts.up_proj`, in the
+    order of columns; then the embeddings and the head.
     """
-    return list(dict.fromkeys(_last_part(site.name) for site in layout.sites.all_sites))
+    site_at, modules = layout.sites.site_at, _single_modules(layout)
+    columns = sorted({module.parts[0].column for module in modules})
+    return list(dict.fromkeys(_short_name(site_at[column].name) for column in columns))
 
 
 def choose_linears(layout: AdapterLayout, names: str) -> list[WireModule]:
@@ -58,18 +61,24 @@ def choose_linears(layout: AdapterLayout, names: str) -> list[WireModule]:
     Raises InvalidRequest.
     """
     wanted, known = names.split(","), linear_names(layout)
-    chosen = [name for name in known if name in wanted or name.removesuffix("_proj") in wanted]
-    if len(chosen) != len(wanted):
+    shorter = {name.removesuffix("_proj"): name for name in known}  # `gate` of experts is their router's own name
+    chosen = {name if name in known else shorter.get(name) for name in wanted}
+    if None in chosen or len(chosen) != len(wanted):
         raise InvalidRequest(f"--linears is {names!r}; write some of {','.join(known)}, each once")
-    site_at, modules = layout.sites.site_at, (*layout.sites.plain_modules, *layout.sites.outer_modules)
-    return [m for m in modules if m.parts and _last_part(site_at[m.parts[0].column].name) in chosen]
+    site_at = layout.sites.site_at
+    return [m for m in _single_modules(layout) if _short_name(site_at[m.parts[0].column].name) in chosen]
+
+
+def _single_modules(layout: AdapterLayout) -> list[WireModule]:
+    """The modules of one linear each, also outside the layers."""
+    return [module for module in (*layout.sites.plain_modules, *layout.sites.outer_modules) if module.parts]
 
 
 def token_rows_shape(
     layout: AdapterLayout, rank: int, is_dora: bool, modules: Iterable[WireModule], num_tokens: int
 ) -> PageShape:
     """The pages of an adapter of one rank on `modules` that also has rows of tokens. Raises InvalidRequest."""
-    pieces = [piece for module in modules for piece in layout.pieces(module, rank, is_dora)]
+    pieces = uniform_pieces(modules, rank, is_dora, layout.lora_dtype)
     if num_tokens:
         row_modules = [module for module in layout.sites.outer_modules if module.module_id == EMBEDDING_ROWS]
         if not row_modules:
@@ -80,5 +89,6 @@ def token_rows_shape(
     return layout.place(pieces).shape
 
 
-def _last_part(site_name: str) -> str:
-    return site_name.rpartition(".")[2]
+def _short_name(site_name: str) -> str:
+    """`layers.3.mlp.experts.up_proj` -> `experts.up_proj`: without layer, attention and MLP."""
+    return re.sub(r"^layers\.[0-9]+\.(self_attn|mlp)\.", "", site_name)

@@ -63,7 +63,8 @@ class AdapterOrigin(msgspec.Struct, frozen=True):
 
 def _difference(linear: AdaptedLinear, sites: ModelSites) -> str:
     """The difference between the adapter's model and one with these sites; "" where there is none."""
-    module = sites.module_at.get((linear.layer, linear.module_id))
+    place = (linear.layer, linear.module_id)
+    module = sites.module_at.get(place) or sites.left_out_at.get(place)
     if module is not None:
         there, here = (linear.in_size, linear.out_size), (module.in_size, module.out_size)
         return "" if there == here else f"{linear.name} has {_sides(*there)} there, {_sides(*here)} here"

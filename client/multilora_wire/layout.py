@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
 
 import msgspec
 
@@ -23,6 +23,9 @@ ALIGNMENT_BYTES = 64
 MIN_PAGE_BYTES = 256 * 1024
 MAX_PAGE_BYTES = 8 * 1024 * 1024
 PAGE_UNIT_BYTES = 4096
+
+_ROW_BYTES = 160
+"""Of the header of a file, at most."""
 
 
 def layout_version(lora_dtype: str) -> int:
@@ -65,6 +68,7 @@ class AdapterLayout:
     max_rank: of a row. lora_dtype: of all pieces. page_bytes: see `page_bytes_for`. version: see `layout_version`.
     ruled_out: names of sites that the checkpoint's author leaves to no adapter.
     checkpoint: tells the weights that adapters come on top of; empty where they are not known.
+    max_pages: of an adapter, which is what the server's tiers in memory hold; 0 where nobody knows.
     """
 
     sites: ModelSites
@@ -74,6 +78,7 @@ class AdapterLayout:
     version: int = layout_version("float32")
     ruled_out: tuple[str, ...] = ()
     checkpoint: str = ""
+    max_pages: int = 0
 
     @property
     def itemsize(self) -> int:
@@ -93,14 +98,17 @@ class AdapterLayout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """64 hex digits, different for models with different sites. Models without experts keep the digits of a time
-        that knew none.
+        """64 hex digits, different for models with different sites.
+
+        A model without experts whose modules are all enabled keeps the digits of a time that knew neither.
         """
         sites = msgspec.to_builtins(self.sites)
         sites["modules"] = [
             {field: value for field, value in module.items() if (field, value) != ("experts", 1)}
             for module in sites["modules"]
         ]
+        if not sites["left_out"]:
+            del sites["left_out"]
         return hashlib.sha256(msgspec.json.encode(sites)).hexdigest()
 
     def pieces(self, module: WireModule, rank: int, is_dora: bool) -> list[Piece]:
@@ -150,8 +158,16 @@ def _page_of(piece_bytes: int) -> int:
 
 def _bytes_taken(sites: ModelSites, rank: int, lora_dtype: str, page_bytes: int) -> int:
     """Bytes of an adapter of one rank on every site, in pages of a given size."""
-    pieces = chain.from_iterable(stored_pieces(module, rank, False, lora_dtype) for module in sites.plain_modules)
+    pieces = uniform_pieces(sites.plain_modules, rank, False, lora_dtype)
     return place_pieces([piece.num_bytes for piece in pieces], page_bytes).shape.num_pages * page_bytes
+
+
+def uniform_pieces(modules: Iterable[WireModule], rank: int, is_dora: bool, lora_dtype: str) -> list[Piece]:
+    """The pieces of an adapter of one rank on `modules` and on all of their experts, which have no DoRA."""
+    pieces: list[Piece] = []
+    for module in modules:
+        pieces += stored_pieces(module, rank, is_dora and module.experts == 1, lora_dtype) * module.experts
+    return pieces
 
 
 def num_values(module: WireModule, rank: int, is_dora: bool = False) -> int:
@@ -164,22 +180,25 @@ def place_pieces(sizes: Sequence[int], page_bytes: int) -> Placement:
     offsets = [0] * len(sizes)
     fill: list[int] = []
     runs: list[int] = []
-    page = last_size = 0
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        size = round_up(sizes[index], ALIGNMENT_BYTES)
+    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    for size, group in groupby(order, key=lambda index: round_up(sizes[index], ALIGNMENT_BYTES)):
         if size > page_bytes:
-            offsets[index] = len(fill) * page_bytes
-            runs.append(num_run_pages(size, page_bytes))
-            fill += [page_bytes] * (runs[-1] - 1) + [size - (runs[-1] - 1) * page_bytes]
+            for index in group:
+                offsets[index] = len(fill) * page_bytes
+                runs.append(num_run_pages(size, page_bytes))
+                fill += [page_bytes] * (runs[-1] - 1) + [size - (runs[-1] - 1) * page_bytes]
             continue
-        if size != last_size:
-            page, last_size = 0, size  # pages without room for one of this size have none for the next either
-        while page < len(fill) and fill[page] + size > page_bytes:
-            page += 1
-        if page == len(fill):
-            fill.append(0)
-        offsets[index] = page * page_bytes + fill[page]
-        fill[page] += size
+        waiting, page = list(group), 0
+        first = 0  # in `waiting`: thousands of experts have pieces of one size
+        while first < len(waiting):
+            if page == len(fill):
+                fill.append(0)
+            count = min((page_bytes - fill[page]) // size, len(waiting) - first)
+            start = page * page_bytes + fill[page]
+            for place, index in enumerate(waiting[first : first + count]):
+                offsets[index] = start + place * size
+            fill[page] += count * size
+            first, page = first + count, page + 1
     return Placement(offsets, fill, PageShape(len(fill) - sum(runs), tuple(runs)))
 
 
@@ -191,9 +210,9 @@ def num_run_pages(piece_bytes: int, page_bytes: int) -> int:
 def uniform_shape(
     layout: AdapterLayout, rank: int, is_dora: bool = False, modules: Iterable[WireModule] | None = None
 ) -> PageShape:
-    """The pages of an adapter of one rank on `modules`, by default on every site of the model."""
+    """The pages of an adapter of one rank on `modules` and their experts, by default on every site of the model."""
     chosen = layout.sites.plain_modules if modules is None else modules
-    return layout.place(chain.from_iterable(layout.pieces(module, rank, is_dora) for module in chosen)).shape
+    return layout.place(uniform_pieces(chosen, rank, is_dora, layout.lora_dtype)).shape
 
 
 def adapter_pages(layout: AdapterLayout, rank: int, is_dora: bool = False) -> int:
@@ -205,6 +224,11 @@ def whole_pages(layout: AdapterLayout, rank: int) -> int:
     """How many pages an adapter of one rank on every linear, the embeddings and the head takes."""
     outer = (module for module in layout.sites.outer_modules if module.kind != "rows")
     return uniform_shape(layout, rank, modules=(*layout.sites.plain_modules, *outer)).num_pages
+
+
+def header_pages(layout: AdapterLayout) -> int:
+    """Pages that are more than the header of an adapter's file, which names every row."""
+    return 1 + layout.sites.num_columns * _ROW_BYTES // layout.page_bytes
 
 
 def round_up(value: int, unit: int) -> int:

@@ -173,6 +173,7 @@ class PeftLinear:
     scaling: alpha / rank, or alpha / sqrt(rank).
     magnitude: `[out]`, of a DoRA linear (arXiv:2402.09353): how long the rows of its adapted weight are made.
     base_name: of the module that has the base's weight, where it is another one.
+    expert: of the router's choices, where the linear is one of several experts.
 
     Of the embeddings x is a token: a row of ones and zeros, and a `[rank, vocabulary]`.
     """
@@ -185,6 +186,7 @@ class PeftLinear:
     scaling: float
     magnitude: TensorPlace | None = None
     base_name: str = ""
+    expert: int = 0
 
     @property
     def rank(self) -> int:

@@ -6,8 +6,8 @@ and know no model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -132,11 +132,47 @@ class ModelSites:
     """The linears of all layers by ascending column, and all wire modules by (layer, module id).
 
     outer: the embeddings and the head; None where they are not known, and adapters may not change them.
+    left_out: modules and parts outside the layers that the model has, and that adapters may not change: see
+        `restricted_to`.
     """
 
     sites: tuple[AdapterSite, ...]
     modules: tuple[WireModule, ...]
     outer: OuterSites | None = None
+    left_out: tuple[WireModule, ...] = ()
+
+    def restricted_to(self, names: Collection[str]) -> ModelSites:
+        """The same linears, with the modules alone that change linears of the modules `names`, and no others.
+
+        names: of `target_names`. Raises KeyError for another name.
+        """
+        columns_of: dict[str, set[int]] = {name: set() for name in self.target_names}
+        for module in (*self.modules, *self.outer_modules):
+            columns_of.setdefault(module.name, set()).update(part.column for part in module.parts)
+        enabled = set().union(*(columns_of[name] for name in names))
+        kept, left_out = list[WireModule](), list(self.left_out)
+        for module in (*self.modules, *self.outer_modules):
+            columns = {part.column for part in module.parts}
+            is_kept = columns <= enabled if columns else bool(enabled & self._columns_of_rows(module))
+            (kept if is_kept else left_out).append(module)
+        return replace(self, modules=tuple(m for m in kept if m.layer != OUTER_LAYER), left_out=tuple(left_out))
+
+    def _columns_of_rows(self, module: WireModule) -> set[int]:
+        """The columns of the matrix whose rows a module of rows of tokens replaces."""
+        assert self.outer is not None
+        embeddings, head = self.outer.embeddings.column, self.outer.head.column
+        return {EMBEDDING_ROWS: {embeddings}, HEAD_ROWS: {head}}.get(module.module_id, {embeddings, head})
+
+    @cached_property
+    def target_names(self) -> tuple[str, ...]:
+        """Upstream's names of the modules of the layers, then `lm_head` and `embed_tokens`."""
+        outer = (module.name for module in self.outer_modules if module.parts)
+        return tuple(dict.fromkeys([*self.module_names.values(), *outer]))
+
+    @cached_property
+    def left_out_at(self) -> dict[tuple[int, int], WireModule]:
+        """Of `left_out`, by (layer, module id)."""
+        return {(module.layer, module.module_id): module for module in self.left_out}
 
     @cached_property
     def site_named(self) -> dict[str, AdapterSite]:
@@ -156,12 +192,14 @@ class ModelSites:
     @cached_property
     def outer_modules(self) -> tuple[WireModule, ...]:
         """The parts of adapters that `lora_config` cannot name."""
-        return () if self.outer is None else self.outer.modules
+        if self.outer is None:
+            return ()
+        return tuple(module for module in self.outer.modules if module not in self.left_out)
 
     @cached_property
     def num_layers(self) -> int:
         """Layers that rows of `lora_config` may name: 0 to `num_layers` - 1."""
-        return max(module.layer for module in self.modules) + 1
+        return max(site.layer for site in self.sites) + 1
 
     @cached_property
     def module_at(self) -> dict[tuple[int, int], WireModule]:
@@ -170,8 +208,11 @@ class ModelSites:
 
     @cached_property
     def module_named(self) -> dict[str, WireModule]:
-        """A wire module by Hugging Face's name of its linear, such as `layers.3.mlp.gate_up_proj` for a fused one."""
-        return {self._name_of(module): module for module in self.modules}
+        """A wire module by Hugging Face's name of its linear, such as `layers.3.mlp.gate_up_proj` for a fused one; also
+        one that is left out.
+        """
+        left_out = (module for module in self.left_out if module.layer != OUTER_LAYER)
+        return {self._name_of(module): module for module in (*self.modules, *left_out)}
 
     def _name_of(self, module: WireModule) -> str:
         if len(module.parts) == 1:

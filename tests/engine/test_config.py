@@ -50,6 +50,10 @@ def test_values_are_read_in_their_types(checkpoint: str) -> None:
         ({"max_lora_rank": "257"}, "parameter max_lora_rank='257'.*256"),
         ({"lora_on_conflict": "ignore"}, "lora_on_conflict='ignore'.*'refuse' or 'replace'"),
         ({"lora_dtype": "int2"}, "lora_dtype='int2': .*'bfloat16'.*'int8', 'fp8' or 'int4'"),
+        (
+            {"lora_target_modules": "attn_q, q_proj"},
+            "there is no module q_proj; write some of attn_qkv, attn_q, .*lm_head",
+        ),
         ({"gpu_memory_utilization": "nan"}, "gpu_memory_utilization"),
         (
             {"max_num_seqs": "600", "max_num_batched_tokens": "256"},
@@ -160,3 +164,10 @@ def test_graphs_and_asynchronous_steps_are_a_gpus_unless_they_are_written(
     config = EngineConfig.model_validate({"model_path": tmp_path, **written})
     resolved = on_device(config, device)
     assert (resolved.enable_cuda_graphs, resolved.enable_async_scheduling) == expected
+
+
+@pytest.mark.parametrize("text", ["attn_q,moe_gate", " attn_q, moe_gate ", "attn_q moe_gate"])
+def test_modules_are_listed_by_commas_or_spaces(checkpoint: str, text: str) -> None:
+    config = EngineConfig.from_parameters({"model_path": checkpoint, "lora_target_modules": text}, environ={})
+    assert config.lora.target_modules == ["attn_q", "moe_gate"]
+    assert EngineConfig.from_parameters({"model_path": checkpoint}, environ={}).lora.target_modules == []

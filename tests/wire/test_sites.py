@@ -179,3 +179,43 @@ def test_hugging_faces_names_lead_to_the_modules_of_their_sites(sites: ModelSite
     for module in sites.plain_modules:
         _, _, path = sites.site_at[module.parts[0].column].name.split(".", 2)
         assert MODULE_IDS[path] == module.module_id
+
+
+SPARSE = model_sites(
+    [
+        [*attention_shapes(64, 48, 16), *mlp_shapes(64, 96)],
+        [*attention_shapes(64, 48, 16), *expert_shapes(64, 32, 6), *shared_expert_shapes(64, 80)],
+    ],
+    hidden_size=64,
+    vocab_size=100,
+    is_tied=True,
+)
+
+
+def test_sites_are_restricted_to_the_linears_of_named_modules() -> None:
+    restricted = SPARSE.restricted_to(["attn_qkv", "moe_gate"])
+    assert restricted.sites == SPARSE.sites
+    assert (restricted.num_columns, restricted.num_layers) == (SPARSE.num_columns, 2)
+    expected = [(layer, module_id) for layer in (0, 1) for module_id in (0, 1, 2, 3)] + [(1, 15)]
+    assert [(module.layer, module.module_id) for module in restricted.modules] == expected
+    assert restricted.outer_modules == ()
+    assert restricted.left_out_at.keys() == SPARSE.module_at.keys() - set(expected)
+    assert msgspec.json.decode(msgspec.json.encode(restricted), type=ModelSites) == restricted
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["attn_q"], []),
+        (["attn_q", "lm_head"], ["lm_head", "lm_head rows", "token rows"]),
+        (["embed_tokens"], ["embed_tokens", "embed_tokens rows", "token rows"]),
+        (["embed_tokens", "lm_head"], [module.name for module in SPARSE.outer_modules]),
+    ],
+)
+def test_rows_of_tokens_belong_to_the_matrix_that_they_change(names: list[str], expected: list[str]) -> None:
+    assert [module.name for module in SPARSE.restricted_to(names).outer_modules] == expected
+
+
+def test_a_module_that_the_model_has_not_restricts_nothing() -> None:
+    with pytest.raises(KeyError, match="mamba_in_proj"):
+        SPARSE.restricted_to(["attn_q", "mamba_in_proj"])

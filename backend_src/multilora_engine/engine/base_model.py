@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from multilora_engine.engine.build import (
 )
 from multilora_engine.engine.memory import MemoryPlan, give_back_freed_memory, plan_memory
 from multilora_engine.engine_info import CallLimits, ClientPolicy, EngineInfo, read_version
+from multilora_engine.errors import ConfigError
 from multilora_engine.execution.self_test import check_operators, faults_named
 from multilora_engine.execution.step_memory import peak_growth, step_memory
 from multilora_engine.lora.device_tier import TableRows
@@ -36,6 +37,7 @@ from multilora_engine.text.tokenizer import Tokenizer
 from multilora_kernels import LoRATables, huge_pages, load_cpu_kernels
 from multilora_kernels.interpreter import has_gpu_operators
 from multilora_wire.layout import AdapterLayout, adapter_layout
+from multilora_wire.sites import ModelSites
 
 _logger = logging.getLogger(__name__)
 
@@ -77,7 +79,7 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     for kind, num_bytes in model.weight_bytes.items():
         _logger.info("weights: %.2f GiB, stored as %s", num_bytes / (1 << 30), kind)
     lora_dtype = dtype_name(dtype) if config.lora.lora_dtype == "auto" else config.lora.lora_dtype
-    sites = model.adapter_sites
+    sites = restricted_sites(model.adapter_sites, config.lora.target_modules)
     ruled_out = sites_ruled_out(config.model_path, sites)
     fingerprint = weights_fingerprint(config.model_path)
     layout = adapter_layout(sites, config.lora.max_lora_rank, lora_dtype, ruled_out, fingerprint)
@@ -97,8 +99,25 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
             # Memory that the allocator keeps for itself would not count as free.
             torch.cuda.empty_cache()
     plan = plan_memory(config, model_config, layout, kv_dtype, device, step_bytes)
+    layout = replace(layout, max_pages=min(plan.num_host_pages, plan.num_device_pages))
     model.limit_length(plan.max_model_len)
     return BaseModel(model, model_config, dtype, device, tokenizer, tokenizer_path, layout, plan)
+
+
+def restricted_sites(sites: ModelSites, names: Collection[str]) -> ModelSites:
+    """names: `lora_target_modules`. Raises ConfigError for a module that the model has not."""
+    if missing := [name for name in names if name not in sites.target_names]:
+        raise ConfigError(
+            f"parameter lora_target_modules={','.join(names)}: the model has no {', '.join(missing)}; write some of "
+            f"{', '.join(sites.target_names)}"
+        )
+    restricted = sites.restricted_to(names) if names else sites
+    if not restricted.modules:
+        raise ConfigError(
+            f"parameter lora_target_modules={','.join(names)} leaves no module of a layer; write some of "
+            f"{', '.join(sites.module_names.values())}, too"
+        )
+    return restricted
 
 
 def describe_engine(config: EngineConfig, base: BaseModel) -> EngineInfo:

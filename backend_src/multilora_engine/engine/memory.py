@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from multilora_engine.config import LEAST_HOST_TIER_BYTES, EngineConfig
 from multilora_engine.errors import ConfigError
+from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.models.model import kv_groups
 from multilora_engine.models.model_config import ModelConfig
-from multilora_wire.layout import AdapterLayout, adapter_pages, whole_pages
+from multilora_wire.layout import AdapterLayout, adapter_pages, header_pages, whole_pages
 
 _PROC = Path("/proc")
 _GROUPS = Path("/sys/fs/cgroup")
@@ -65,8 +68,6 @@ _CPU_ALLOCATION_FAILED = "DefaultCPUAllocator: can't allocate memory"
 _GIB = 1 << 30
 _FEWEST_TOKENS = 128
 """Of a sequence, unless `max_model_len` asks for fewer: a chat template alone takes dozens."""
-_HEADER_PAGES = 1
-"""More than the header of a file takes."""
 
 _USUAL_RANK = 16
 _LEAST_DEVICE_SHARE, _LARGEST_DEVICE_SHARE = 0.05, 0.5
@@ -108,24 +109,32 @@ def plan_memory(
 
     config: as `on_device` gives it.
     kv_dtype: of the KV cache. step_bytes: a GPU's memory that steps and their graphs need.
-    Raises ConfigError when a tier cannot hold one adapter of the largest legal size, or the KV cache one sequence.
+    Raises ConfigError when a tier whose size the operator has written cannot hold one adapter of the largest legal
+    size, or the KV cache one sequence.
     """
-    num_host_pages = _host_tier_bytes(config, layout, device) // layout.page_bytes
+    lora = config.lora
     if device.type == "cpu":
         kv_bytes = int(config.kv_cache_memory_bytes) or _CPU_KV_CACHE_BYTES
+        available = available_memory()
+        num_host_pages = _host_tier_bytes(config, layout, device, available - kv_bytes) // layout.page_bytes
         num_device_pages = num_host_pages
     else:
         kv_bytes, num_device_pages, spare_bytes = divide_gpu(
             config, layout, *torch.cuda.mem_get_info(device), step_bytes
         )
-        _check_host_tier(config, layout, num_host_pages * layout.page_bytes, available_memory())
-        _check_tier(layout, num_device_pages, "device", "lora_cache_gpu_memory_fraction")
-    _check_tier(layout, num_host_pages, "host", "lora_cache_host_memory_bytes")
-    if config.lora.lora_cache_dir is not None:
-        _check_tier(layout, _disk_pages(config, layout), "disk", "lora_cache_disk_bytes", _HEADER_PAGES)
+        available = available_memory()
+        num_host_pages = _host_tier_bytes(config, layout, device, available) // layout.page_bytes
+        _check_host_tier(config, layout, num_host_pages * layout.page_bytes, available)
+        if lora.lora_cache_gpu_memory_fraction:
+            _check_tier(layout, num_device_pages, "device", "lora_cache_gpu_memory_fraction")
+    if lora.lora_cache_host_memory_bytes:
+        _check_tier(layout, num_host_pages, "host", "lora_cache_host_memory_bytes")
+    has_disk_size = lora.lora_cache_disk_bytes != LoRAConfig.model_fields["lora_cache_disk_bytes"].default
+    if lora.lora_cache_dir is not None and has_disk_size:
+        _check_tier(layout, _disk_pages(config, layout), "disk", "lora_cache_disk_bytes", header_pages(layout))
     num_blocks = kv_bytes // (config.block_size * kv_bytes_per_token(model, kv_dtype))
     if device.type == "cpu":
-        spare_bytes = _check_machine(kv_bytes, num_host_pages * layout.page_bytes, available_memory())
+        spare_bytes = _check_machine(kv_bytes, num_host_pages * layout.page_bytes, available)
     max_model_len = _max_model_len(config, model, num_blocks)
     plan = MemoryPlan(num_blocks, kv_dtype, num_host_pages, num_device_pages, max_model_len, spare_bytes)
     _report(plan, config, layout, device)
@@ -175,29 +184,37 @@ def _adapters_of_a_step(config: EngineConfig, layout: AdapterLayout) -> tuple[in
     return num_bytes, f"{meaning} take {num_bytes / _GIB:.2f} GiB"
 
 
-def _host_tier_bytes(config: EngineConfig, layout: AdapterLayout, device: torch.device) -> int:
+def _host_tier_bytes(config: EngineConfig, layout: AdapterLayout, device: torch.device, available: int) -> int:
     """A GPU's host tier has room for the adapters of a step and of waiting requests; a CPU's for one adapter with
     embeddings and head.
+
+    available: memory. An adapter that nobody has sent may be larger than that: then the tier is as large as memory
+    allows.
     """
     if config.lora.lora_cache_host_memory_bytes:
         return int(config.lora.lora_cache_host_memory_bytes)
     if device.type == "cpu":
-        return max(LEAST_HOST_TIER_BYTES, whole_pages(layout, min(_USUAL_RANK, layout.max_rank)) * layout.page_bytes)
+        wanted = whole_pages(layout, min(_USUAL_RANK, layout.max_rank)) * layout.page_bytes
+        return max(LEAST_HOST_TIER_BYTES, min(wanted, available))
     num_bytes, _ = _adapters_of_a_step(config, layout)
-    return max(LEAST_HOST_TIER_BYTES, 2 * num_bytes)
+    wanted = 2 * num_bytes
+    return max(LEAST_HOST_TIER_BYTES, wanted if wanted <= available else available // 2)
 
 
 def _device_tier_bytes(config: EngineConfig, layout: AdapterLayout, budget: int) -> int:
-    """budget: the memory that KV cache and device tier share. Raises ConfigError."""
+    """budget: the memory that KV cache and device tier share."""
     if config.lora.lora_cache_gpu_memory_fraction:
         return int(budget * config.lora.lora_cache_gpu_memory_fraction)
     num_bytes, adapters = _adapters_of_a_step(config, layout)
-    if num_bytes > budget * _LARGEST_DEVICE_SHARE:
-        raise ConfigError(
-            f"{adapters}, more than half of the {budget / _GIB:.2f} GiB that the weights and steps leave; write a "
-            "smaller max_loras or max_lora_rank, or the share of the device tier as lora_cache_gpu_memory_fraction"
+    if num_bytes > (most := int(budget * _LARGEST_DEVICE_SHARE)):
+        _logger.warning(
+            "%s, more than half of the %.2f GiB that the weights and steps leave: the device tier has %.2f GiB, and "
+            "adapters that do not fit together wait for each other",
+            adapters,
+            budget / _GIB,
+            most / _GIB,
         )
-    return max(num_bytes, int(budget * _LEAST_DEVICE_SHARE))
+    return max(min(num_bytes, most), int(budget * _LEAST_DEVICE_SHARE))
 
 
 def _check_host_tier(config: EngineConfig, layout: AdapterLayout, num_bytes: int, available: int) -> None:
@@ -225,7 +242,7 @@ def _check_machine(kv_bytes: int, host_tier_bytes: int, available: int) -> int:
 
 def _disk_pages(config: EngineConfig, layout: AdapterLayout) -> int:
     """Pages that the disk tier holds."""
-    return max(0, config.lora.lora_cache_disk_bytes // layout.page_bytes - _HEADER_PAGES)
+    return max(0, config.lora.lora_cache_disk_bytes // layout.page_bytes - header_pages(layout))
 
 
 def _check_tier(layout: AdapterLayout, num_pages: int, tier: str, parameter: str, num_spent: int = 0) -> None:
@@ -296,18 +313,26 @@ def _report(plan: MemoryPlan, config: EngineConfig, layout: AdapterLayout, devic
             for rank in (8, 16, 64)
             if rank <= layout.max_rank
         )
+        largest = _largest_rank(partial(whole_pages, layout), num_pages, layout.max_rank)
         _logger.info(
             "%s tier: %.2f GiB, adapters on all linear layers that fit: %s; the largest that fits with embeddings and "
             "head: %s",
             tier,
             num_pages * layout.page_bytes / _GIB,
             fits,
-            _largest_whole(layout, num_pages),
+            f"one of rank {largest}" if largest else "none",
         )
+        if (needed := adapter_pages(layout, layout.max_rank, is_dora=True)) > num_pages:
+            _logger.warning(
+                "%s tier: an adapter of max_lora_rank %d on all linear layers takes %.2f GiB and is refused; the "
+                "largest that fits has rank %d",
+                tier,
+                layout.max_rank,
+                needed * layout.page_bytes / _GIB,
+                _largest_rank(partial(adapter_pages, layout), num_pages, layout.max_rank),
+            )
 
 
-def _largest_whole(layout: AdapterLayout, num_pages: int) -> str:
-    """The largest adapter on all linears, embeddings and head that some pages hold, in words."""
-    ranks = (rank for rank in range(layout.max_rank, 0, -1) if whole_pages(layout, rank) <= num_pages)
-    rank = next(ranks, None)
-    return "none" if rank is None else f"one of rank {rank}"
+def _largest_rank(pages_of: Callable[[int], int], num_pages: int, max_rank: int) -> int:
+    """The largest rank whose adapter some pages hold; 0 for none. pages_of: an adapter of a rank takes so many."""
+    return bisect_right(range(1, max_rank + 1), num_pages, key=pages_of)

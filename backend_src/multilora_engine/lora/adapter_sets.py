@@ -8,7 +8,7 @@ there.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ import torch
 
 from multilora_engine.errors import AdapterNotFound, AdapterNotLoaded, InvalidRequest, Unavailable, Unsupported
 from multilora_engine.lora.adapter_file import DamagedFile
-from multilora_engine.lora.format import TORCH_DTYPES, check_rank, is_finite
+from multilora_engine.lora.format import TORCH_DTYPES, check_rank, check_size, is_finite
 from multilora_engine.lora.host_tier import Loan, PlannedAdapter
-from multilora_engine.lora.layout import AdapterTraits, PackedRow, set_digest
+from multilora_engine.lora.layout import AdapterTraits, PackedRow, TableEntries, set_digest
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import SetMember, TaskId, number_of, tenant_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters
@@ -116,6 +116,7 @@ class AdapterSets:
             begin=lambda pages: self._builder.submit(partial(plan.fill, pages)),
             end=end,
             num_lent_pages=sum(len(part.pages) for part in plan.parts),
+            entries=TableEntries.of(plan.rows, plan.layout),
         )
 
 
@@ -245,26 +246,41 @@ def _scale(values: npt.NDArray[Any], weight: float, target: npt.NDArray[Any], dt
 def plan_set(parts: Sequence[Part], layout: AdapterLayout) -> SetPlan:
     """parts: by ascending (digest, weight). layout: of floats.
 
-    Raises InvalidRequest when the ranks of a site add up to more than `max_lora_rank`.
+    Raises InvalidRequest when the ranks of a site add up to more than `max_lora_rank`, or the set is too large.
     """
     targets = dict(sorted(_targets(parts, layout).items()))
-    modules = [layout.sites.module_at[place] for place in targets]
+    modules = [layout.sites.module_at[layer, module_id] for layer, module_id, _ in targets]
     ranks = [sum(source.row.rank for source in sources) for sources in targets.values()]
     for module, rank, sources in zip(modules, ranks, targets.values(), strict=True):
         each = " + ".join(str(source.row.rank) for source in sources)
         check_rank(f"set ({module.name}, layer {module.layer}, ranks {each})", rank, layout)
+    owners = _owners(modules, targets.values())
     pieces = [layout.pieces(module, rank, False) for module, rank in zip(modules, ranks, strict=True)]
-    placement = layout.place(piece for row in pieces for piece in row)
-    places = zip(placement.offsets[::2], placement.offsets[1::2], strict=True)
-    rows = [
-        PackedRow(module.module_id, module.layer, rank, a_offset, b_offset, -1)
-        for module, rank, (a_offset, b_offset) in zip(modules, ranks, places, strict=True)
-    ]
+    placement = layout.place(
+        piece for index, row in enumerate(pieces) for piece in row[0 if owners[index] == index else 1 :]
+    )
+    check_size(len(placement.fill), layout)
+    offsets, rows = iter(placement.offsets), list[PackedRow]()
+    for index, ((layer, module_id, expert), rank) in enumerate(zip(targets, ranks, strict=True)):
+        a_offset = next(offsets) if owners[index] == index else rows[owners[index]].a_offset
+        rows.append(PackedRow(module_id, layer, rank, a_offset, next(offsets), -1, expert))
     return SetPlan(parts, rows, list(targets.values()), placement, layout)
 
 
-def _targets(parts: Sequence[Part], layout: AdapterLayout) -> dict[tuple[int, int], list[_Source]]:
-    """The rows of the set by (layer, module id), with the rows that each is made of, in the order of the members.
+def _owners(modules: Sequence[WireModule], targets: Iterable[Sequence[_Source]]) -> list[int]:
+    """Of each row the first one that has the same A: experts of a layer share it where those of all members do."""
+    first: dict[tuple[Any, ...], int] = {}
+    owners = []
+    for index, (module, sources) in enumerate(zip(modules, targets, strict=True)):
+        same = tuple((id(source.part), source.row.a_offset, source.row.rank) for source in sources)
+        key = (module.layer, module.in_size, same)
+        owners.append(first.setdefault(key, index) if module.experts > 1 else index)
+    return owners
+
+
+def _targets(parts: Sequence[Part], layout: AdapterLayout) -> dict[tuple[int, int, int], list[_Source]]:
+    """The rows of the set by (layer, module id, expert), with the rows that each is made of, in the order of the
+    members.
 
     A row of several sites (q, k and v together) stays one where all members have it so, and becomes a row for each site
     elsewhere.
@@ -274,13 +290,13 @@ def _targets(parts: Sequence[Part], layout: AdapterLayout) -> dict[tuple[int, in
     for module in (module_at[row.layer, row.module_id] for part in parts for row in part.rows):
         for site in module.parts:
             ids_at[site.column].add(module.module_id)
-    targets: defaultdict[tuple[int, int], list[_Source]] = defaultdict(list)
+    targets: defaultdict[tuple[int, int, int], list[_Source]] = defaultdict(list)
     for part in parts:
         for row in part.rows:
             module = module_at[row.layer, row.module_id]
             if all(len(ids_at[site.column]) == 1 for site in module.parts):
-                targets[row.layer, row.module_id].append(_Source(part, row, 0))
+                targets[row.layer, row.module_id, row.expert].append(_Source(part, row, 0))
                 continue
             for site in module.parts:
-                targets[row.layer, plain[site.column].module_id].append(_Source(part, row, site.start))
+                targets[row.layer, plain[site.column].module_id, 0].append(_Source(part, row, site.start))
     return targets

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from multilora_engine.lora.layout import NO_TRAITS, AdapterTraits, PackedRow
+from multilora_engine.lora.layout import NO_TRAITS, AdapterTraits, PackedRow, TableEntries
 from multilora_engine.lora.names import TaskId
 from multilora_wire.adapter_info import Kind
 from multilora_wire.layout import PageShape
@@ -212,7 +212,8 @@ class CachedAdapter:
     ranks: the different ranks of its rows, ascending. kinds: what it has, for people. traits: what it is
     beside its matrices. state: of its life cycle.
     name: its source's name for it, if any.
-    shape: of the pages it needs; `pages` and `rows` are empty until it has them, and until they are filled.
+    shape: of the pages it needs; `pages` and `rows` are empty until it has them, and until they are filled. entries:
+        of the rows; None until these are known.
     arrived: done when its pages are filled; raises RequestError if its file could not be read, cancelled if the adapter
         went before.
     saved: done when its file is written; raises OSError if that failed last, cancelled if the file is not wanted any
@@ -227,6 +228,7 @@ class CachedAdapter:
     name: str = ""
     state: AdapterState = field(default_factory=AdapterState)
     rows: list[PackedRow] = field(default_factory=list)
+    entries: TableEntries | None = None
     pages: list[int] = field(default_factory=list)
     arrived: Future[None] = field(default_factory=Future)
     saved: Future[None] = field(default_factory=Future)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
 from multilora_engine.batch.forward_batch import OuterParts
@@ -17,14 +18,13 @@ from multilora_engine.histogram import Histogram
 from multilora_engine.lora.adapter_state import CachedAdapter, Device
 from multilora_engine.lora.format import ARENA_DTYPES
 from multilora_engine.lora.free_pages import PagePool
-from multilora_engine.lora.layout import PackedRow, module_of
+from multilora_engine.lora.layout import TableEntries
 from multilora_engine.lora.life_cycle import OnEvent, TierStats, adapter_event, ignore_event
 from multilora_engine.lora.names import label_of
-from multilora_engine.lora.outer_tables import OuterTables, arena_bytes
+from multilora_engine.lora.outer_tables import OuterTables
 from multilora_engine.lora.page_copies import CopyPages, PageCopy, copies_to
 from multilora_kernels import LoRATables
 from multilora_wire.layout import AdapterLayout, PageShape
-from multilora_wire.pieces import magnitude_itemsize, part_offset
 
 
 class TableRows:
@@ -54,11 +54,12 @@ class TableRows:
         self._free.append(lora_index)
         self._outer.forget(lora_index)
 
-    def write(self, index: int, rows: list[PackedRow], pages: list[int]) -> None:
+    def write(self, index: int, entries: TableEntries, pages: list[int]) -> None:
         """Let a row address an adapter's matrices, which lie in `pages`."""
-        self._outer.write(index, rows, pages)
-        entries = _table_entries(rows, pages, self._layout)
-        columns, ranks, a_offsets, b_offsets, magnitude_offsets = to_device(entries, self.tables.rank.device)
+        self._outer.write(index, entries.outer, pages)
+        table = np.stack([entries.columns, entries.ranks, *entries.located(pages, self._layout)])
+        sent = to_device(torch.from_numpy(table), self.tables.rank.device)
+        columns, ranks, a_offsets, b_offsets, magnitude_offsets = sent
         self.tables.rank[index] = 0
         self.tables.rank[index, columns] = ranks.int()
         self.tables.a_offset[index, columns] = a_offsets
@@ -71,22 +72,6 @@ class TableRows:
 
     def check_integrity(self, used: Iterable[int]) -> None:
         assert sorted([*used, *self._free]) == list(range(self.count)), "a lora_index is lost or shared"
-
-
-def _table_entries(rows: list[PackedRow], pages: list[int], layout: AdapterLayout) -> torch.Tensor:
-    """int64 [5, num_sites]: column, rank, and the offsets of A, B and magnitude as elements of the whole arena."""
-    entries: list[tuple[int, ...]] = []
-    for row in rows:
-        a_offset = arena_bytes(row.a_offset, pages, layout) // layout.itemsize
-        b_offset = arena_bytes(row.b_offset, pages, layout) // layout.itemsize
-        magnitude_offset = arena_bytes(row.magnitude_offset, pages, layout) // layout.itemsize if row.is_dora else -1
-        magnitude_elements = magnitude_itemsize(layout.lora_dtype) // layout.itemsize
-        module = module_of(row, layout)
-        for index, part in enumerate(module.parts):
-            b_part = b_offset + part_offset(module, index, row.rank, layout.lora_dtype) // layout.itemsize
-            magnitude = magnitude_offset + part.start * magnitude_elements if row.is_dora else -1
-            entries.append((part.column, row.rank, a_offset, b_part, magnitude))
-    return torch.tensor(entries, dtype=torch.int64).view(-1, 5).T.contiguous()
 
 
 class IdleAdapters:
@@ -275,7 +260,8 @@ class DeviceTier:
             if index is None:
                 return False
             resident.lora_index = index
-            self._rows.write(index, adapter.rows, resident.pages)
+            assert adapter.entries is not None, "it is not in memory"
+            self._rows.write(index, adapter.entries, resident.pages)
         if resident.num_users == 0:
             self._idle.discard(adapter)
             adapter.state.move(Device.IN_USE)

@@ -18,9 +18,10 @@ from multilora_engine.lora.adapter_file import DamagedFile, DiskAdapter
 from multilora_engine.lora.adapter_state import CachedAdapter, File, Memory
 from multilora_engine.lora.disk_tier import DiskTier, OpenFile
 from multilora_engine.lora.host_tier import HostTier, PlannedAdapter
-from multilora_engine.lora.layout import PackedRow
+from multilora_engine.lora.layout import PackedRow, TableEntries
 from multilora_engine.lora.life_cycle import OnEvent, TierStats, adapter_event
 from multilora_engine.lora.names import TaskId
+from multilora_wire.layout import AdapterLayout
 
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Errors of reading a file that say nothing about the file."""
@@ -49,17 +50,19 @@ class DiskTraffic:
     def __init__(
         self,
         host: HostTier,
+        layout: AdapterLayout,
         disk: DiskTier | None,
         on_end: Callable[[CachedAdapter], None],
         on_event: OnEvent,
     ) -> None:
         """on_end: hears of each adapter whose pages have been read or written to their end."""
         self._host = host
+        self._layout = layout
         self._disk = disk
         self._on_end = on_end
         self._on_event = on_event
         self._reads: dict[CachedAdapter, _Read] = {}
-        self._ended: deque[CachedAdapter] = deque()
+        self._ended: deque[tuple[CachedAdapter, TableEntries | None]] = deque()
         self._makings: dict[CachedAdapter, _Making] = {}
         self._made: deque[CachedAdapter] = deque()
         self._may_have_refused = False
@@ -146,7 +149,7 @@ class DiskTraffic:
         adapter.state.move(Memory.READING)
         rows = file.read(self._host.views(adapter))
         self._reads[adapter] = _Read(rows, time.perf_counter())
-        rows.add_done_callback(lambda _: self._ended.append(adapter))
+        rows.add_done_callback(partial(self._note_read, adapter))
 
     def make(self, adapter: CachedAdapter, plan: PlannedAdapter) -> None:
         """Start to make an adapter in its pages."""
@@ -167,7 +170,8 @@ class DiskTraffic:
             return failed
         self._disk.poll()
         while self._ended:
-            adapter = self._ended.popleft()
+            adapter, entries = self._ended.popleft()
+            adapter.entries = entries
             error = self._end_read(adapter, self._disk)
             if error is not None:
                 failed[adapter] = error
@@ -205,6 +209,11 @@ class DiskTraffic:
             assert (adapter.state.file is File.WRITTEN) == (adapter.lora_task_id in files)
             is_under_way = adapter.state.file is File.WRITING or not adapter.state.is_filled
             assert adapter.saved.done() or is_under_way, "nobody will hear of it"
+
+    def _note_read(self, adapter: CachedAdapter, rows: Future[list[PackedRow]]) -> None:
+        """On the thread that has read the file, which makes the entries: the engine's has no time for them."""
+        entries = None if rows.exception() else TableEntries.of(rows.result(), self._layout)
+        self._ended.append((adapter, entries))
 
     def _note_deleted(self, lora_task_id: TaskId) -> None:
         """The disk tier has deleted the file of a task id, written or being written."""

@@ -2,20 +2,22 @@
 
 On the wire (TensorRT-LLM's Triton backend, `tensorrt_llm/lora_manager.py` and `examples/hf_lora_convert.py`) an adapter
 is two tensors. Row i of `lora_weights` is A `[rank, in]` row-major, then B `[out, rank]` row-major, then, for DoRA, the
-normalised magnitude `[out]`, then zeros up to the widest row. Row i of `lora_config` describes it: `[module_id,
-layer, rank]` or `[module_id, layer, rank, is_dora]`. The scaling alpha / rank is already in B. PEFT's files have the
-same rows (`multilora_wire.peft_files`), which are read from the files into the pages piece by piece. They may have
-more: LoRA on the embeddings and the head, and rows of tokens, which no row of `lora_config` can name.
+normalised magnitude `[out]`, then zeros up to the widest row. A row of experts is the A of all of them, `[experts,
+rank, in]`, then all B, `[experts, out, rank]`. Row i of `lora_config` describes it: `[module_id, layer, rank]` or
+`[module_id, layer, rank, is_dora]`. The scaling alpha / rank is already in B. PEFT's files have the same rows
+(`multilora_wire.peft_files`), which are read from the files into the pages piece by piece. They may have more: LoRA on
+the embeddings and the head, and rows of tokens, which no row of `lora_config` can name.
 
 Packed, the rows lie without their padding in pages of one fixed size, at the places that `multilora_wire.layout`
-gives their pieces, so that any tier can hand out and take back pages without ever compacting. Where adapters are stored
-as codes, they become codes here, the B of a module of several sites by itself for each.
+gives their pieces, so that any tier can hand out and take back pages without ever compacting. Each expert has a row of
+its own. Where adapters are stored as codes, they become codes here, the B of a module of several sites by itself for
+each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,8 @@ from multilora_engine.lora.layout import (
     AdapterTraits,
     PackedAdapter,
     PackedRow,
-    module_of,
+    TableEntries,
+    own_pieces,
 )
 from multilora_engine.lora_config import ADAPTER_RANK_LIMIT
 from multilora_kernels.adapter_codes import LANES, a_header_bytes, panel_bytes
@@ -69,9 +72,10 @@ def pack_adapter(
     Raises InvalidRequest, naming row, module and layer with expected and actual numbers.
     """
     _check_shapes(weights, config)
-    rows = [_read_row(index, values, weights.shape[1], layout) for index, values in enumerate(config.tolist())]
     weights = weights.contiguous()
-    bits = _bits(weights)
+    bits, rows = _bits(weights), list[_Row]()
+    for index, values in enumerate(config.tolist()):
+        rows += _read_row(index, values, weights, bits, layout)
     return _pack(
         rows,
         lambda row: _wire_pieces(row, weights, bits, layout),
@@ -88,7 +92,7 @@ def pack_peft(adapter: PeftAdapter, layout: AdapterLayout, base_model: Path) -> 
     Beside the pages this takes 64 MiB at most. Raises InvalidRequest, naming module, key or field with expected and
     actual numbers.
     """
-    linears = {(linear.layer, linear.module_id): linear for linear in (*adapter.linears, *adapter.outer)}
+    linears = {(one.layer, one.module_id, one.expert): one for one in (*adapter.linears, *adapter.outer)}
     needs_base = any(linear.magnitude is not None for linear in linears.values())
     needs_base |= any(rows.saved is not None for rows in adapter.rows)
 
@@ -96,13 +100,14 @@ def pack_peft(adapter: PeftAdapter, layout: AdapterLayout, base_model: Path) -> 
         if row.tokens is not None:
             pieces = reader.read_rows(row.tokens, row.label)
         else:
-            pieces = reader.read(linears[row.module.layer, row.module.module_id], part_bounds(row.module))
+            linear = linears[row.module.layer, row.module.module_id, row.expert]
+            pieces = reader.read(linear, part_bounds(row.module))
         for one in pieces:
             yield _Values(one.index, one.first, _stored_values(_tensor(one.values), layout))
 
     try:
         reader = LinearReader(adapter, BaseWeights(base_model) if needs_base else None)
-        rows = [_peft_row(linear, layout) for linear in linears.values()]
+        rows = [_peft_row(linear, layout) for linear in (*adapter.linears, *adapter.outer)]
         rows += [row for one in adapter.rows if (row := _token_row(one, reader, layout)) is not None]
         if not rows:
             raise InvalidRequest("the adapter changes nothing: its copies are the base model's own weights")
@@ -114,10 +119,12 @@ def pack_peft(adapter: PeftAdapter, layout: AdapterLayout, base_model: Path) -> 
 
 def _token_row(rows: PeftRows, reader: LinearReader, layout: AdapterLayout) -> _Row | None:
     """None for a copy that equals the base's weight. Raises InvalidRequest if too many rows of a copy differ."""
-    found, module = reader.find_rows(rows), layout.sites.module_at[OUTER_LAYER, rows.module_id]
+    found = reader.find_rows(rows)
     count = len(found.token_ids)
     if not count:
         return None
+    _check_enabled(rows.base_name, OUTER_LAYER, rows.module_id, layout)
+    module = layout.sites.module_at[OUTER_LAYER, rows.module_id]
     pieces = layout.pieces(module, count, False)
     if rows.saved is not None and pieces[1].num_bytes > MAX_SAVED_BYTES:
         raise InvalidRequest(
@@ -151,33 +158,119 @@ def _pack(
 ) -> PackedAdapter:
     """Lay rows into pages. pieces_of: the values of a row, in their order on the wire.
 
+    An expert whose B is all zero gets no bytes, and A's of one layer's experts with equal bits are one A, whichever
+    form the adapter came in. Both show when the values are read: then the adapter is packed once more without them.
+
     Raises InvalidRequest with the text of `describe_non_finite` for values that are not finite as they are stored.
     """
     rows = _sorted_rows(rows, layout)
-    placement = layout.place(piece for row in rows for piece in row.pieces)
-    offsets = iter(placement.offsets)
-    packed = [_packed_row(row, offsets) for row in rows]
+    rows = [row for row in rows if not row.is_empty] or rows[:1]
+    filled = _fill(rows, [row.a_key for row in rows], pieces_of, layout)
+    if not layout.code_bits and not is_finite(filled.pages.view(TORCH_DTYPES[layout.lora_dtype])):
+        raise InvalidRequest(describe_non_finite())
+    if filled.can_shrink:
+        # An adapter that changes nothing keeps a row, as a plain adapter whose B are zero keeps all of them.
+        kept = [index for index, changes in enumerate(filled.changes) if changes] or [0]
+        rows, a_keys = [rows[index] for index in kept], [filled.a_keys[index] for index in kept]
+        del filled  # before other pages are made
+        filled = _fill(rows, a_keys, pieces_of, layout)
+    # The bits of ids may look like infinities.
+    for row, place in zip(rows, filled.packed, strict=True):
+        if row.tokens is not None:
+            filled.store.put_ids(row.tokens.token_ids.astype(np.int32), place.a_offset)
+    digest, entries = traits.digest(filled.store.digest(filled.packed)), TableEntries.of(filled.packed, layout)
+    return PackedAdapter(digest, filled.packed, filled.pages, traits, entries)
+
+
+@dataclass(frozen=True, eq=False)
+class _Filled:
+    """Rows in pages.
+
+    changes: of each row, whether it changes answers. a_keys: of each row, equal where A is equal; None where A is the
+    row's alone.
+    can_shrink: whether a row changes nothing, or rows have an equal A and different places for it.
+    """
+
+    packed: list[PackedRow]
+    pages: torch.Tensor
+    store: _FloatStore | _CodeStore
+    changes: list[bool]
+    a_keys: list[Hashable]
+    can_shrink: bool
+
+
+def _fill(
+    rows: Sequence[_Row],
+    a_keys: Sequence[Hashable],
+    pieces_of: Callable[[_Row], Iterator[_Values]],
+    layout: AdapterLayout,
+) -> _Filled:
+    """a_keys: of each row; rows with an equal key are known to have the same A, and get one place for it."""
+    owners = _owners(a_keys)
+    placement = layout.place(
+        piece for index, row in enumerate(rows) for piece in row.pieces[0 if owners[index] == index else 1 :]
+    )
+    check_size(len(placement.fill), layout)
+    packed = _packed_rows(rows, owners, iter(placement.offsets))
     # NumPy asks the system for huge pages: with small ones, finding the memory takes longer than filling it.
     pages = torch.from_numpy(np.empty((len(placement.fill), layout.page_bytes), dtype=np.uint8))
     memory = pages.view(-1).numpy()
     for page, used in zip(pages, placement.fill, strict=True):
         page[used:].zero_()
     store = _CodeStore(pages, layout) if layout.code_bits else _FloatStore(pages, layout)
-    for row, place in zip(rows, packed, strict=True):
-        store.begin(row)
+    changes, found_keys = [True] * len(rows), list[Hashable](a_keys)
+    for index, (row, place) in enumerate(zip(rows, packed, strict=True)):
+        store.begin(row, owners[index])
+        seen = _Seen() if row.module.experts > 1 else None
         for values in pieces_of(row):
-            store.put(row, place.offsets[values.index], values)
+            if seen is not None:
+                seen.take(values)
+            if values.index or owners[index] == index:
+                store.put(row, place.offsets[values.index], values)
+        if seen is not None:
+            changes[index] = seen.has_b
+            found_keys[index] = (row.module.layer, row.rank, row.module.in_size, seen.a.digest())
         for piece, offset in zip(row.pieces, place.offsets, strict=True):
             memory[offset + piece.num_bytes : offset + round_up(piece.num_bytes, ALIGNMENT_BYTES)] = 0
         if row.tokens is not None:
             memory[place.a_offset : place.a_offset + row.pieces[0].num_bytes] = 0
-    if not layout.code_bits and not is_finite(pages.view(TORCH_DTYPES[layout.lora_dtype])):
-        raise InvalidRequest(describe_non_finite())
-    # The bits of ids may look like infinities.
-    for row, place in zip(rows, packed, strict=True):
-        if row.tokens is not None:
-            store.put_ids(row.tokens.token_ids.astype(np.int32), place.a_offset)
-    return PackedAdapter(traits.digest(store.digest(packed)), packed, pages, traits)
+    can_shrink = not all(changes) or _owners(found_keys) != owners
+    return _Filled(packed, pages, store, changes, found_keys, can_shrink)
+
+
+class _Seen:
+    """What the values of an expert's row tell: a digest of A, and whether B changes anything."""
+
+    def __init__(self) -> None:
+        self.a = blake3()
+        self.has_b = False
+
+    def take(self, given: _Values) -> None:
+        if given.index == 0:
+            self.a.update(given.values.view(np.uint8).data)
+        elif not self.has_b:
+            is_bits = given.values.dtype.kind == "u"  # Of floats, whose highest bit is the sign: zero has two signs.
+            self.has_b = bool((given.values << 1 if is_bits else given.values).any())
+
+
+def _owners(a_keys: Sequence[Hashable]) -> list[int]:
+    """Of each row the first row that has the same A."""
+    first: dict[Hashable, int] = {}
+    return [index if key is None else first.setdefault(key, index) for index, key in enumerate(a_keys)]
+
+
+def _packed_rows(rows: Sequence[_Row], owners: Sequence[int], offsets: Iterator[int]) -> list[PackedRow]:
+    """owners: of each row, the row that has its A. offsets: of all pieces."""
+    packed: list[PackedRow] = []
+    for index, (row, owner) in enumerate(zip(rows, owners, strict=True)):
+        a_offset = next(offsets) if owner == index else packed[owner].a_offset
+        b_offset = next(offsets)
+        magnitude_offset = next(offsets) if row.is_dora else -1
+        module = row.module
+        packed.append(
+            PackedRow(module.module_id, module.layer, row.rank, a_offset, b_offset, magnitude_offset, row.expert)
+        )
+    return packed
 
 
 def ranks_of(rows: Iterable[PackedRow]) -> tuple[int, ...]:
@@ -205,34 +298,39 @@ def check_rows(rows: Sequence[PackedRow], num_pages: int, layout: AdapterLayout)
     if not rows:
         raise ValueError("there are no rows")
     for row in rows:
-        is_known = (row.layer, row.module_id) in layout.sites.module_at
-        if not is_known or not 1 <= row.rank <= _largest_rank(row, layout) or (row.is_tokens and row.is_dora):
+        module = layout.sites.module_at.get((row.layer, row.module_id))
+        if module is None or not _fits(row, module, layout):
             raise ValueError(f"{row} does not fit the model")
-        if names := _ruled_out(module_of(row, layout), layout):
+        if names := _ruled_out(module, layout):
             raise ValueError(f"{row} adapts {names}, which the checkpoint rules out")
-    placement = layout.place(piece for row in rows for piece in _pieces_of(row, layout))
-    offsets = iter(placement.offsets)
-    for row in rows:
-        if row.offsets != [next(offsets) for _ in row.offsets] or row.magnitude_offset < -1:
+        if row.magnitude_offset < -1:
             raise ValueError(f"{row} does not lie where packing puts it")
+    offsets, pieces = zip(*own_pieces(rows, layout), strict=True)
+    placement = layout.place(pieces)
+    if placement.offsets != list(offsets):
+        wrong = {offset for offset, right in zip(offsets, placement.offsets, strict=True) if offset != right}
+        row = next(row for row in rows if wrong.intersection(row.offsets))
+        raise ValueError(f"{row} does not lie where packing puts it")
     if len(placement.fill) != num_pages:
         raise ValueError(f"the rows take {len(placement.fill)} pages, not {num_pages}")
 
 
-def _largest_rank(row: PackedRow, layout: AdapterLayout) -> int:
-    """Of rows of tokens the largest number: all tokens."""
-    return module_of(row, layout).in_size if row.is_tokens else layout.max_rank
-
-
-def _pieces_of(row: PackedRow, layout: AdapterLayout) -> list[Piece]:
-    return layout.pieces(module_of(row, layout), row.rank, row.is_dora)
+def _fits(row: PackedRow, module: WireModule, layout: AdapterLayout) -> bool:
+    """Whether a row may be one of this module."""
+    is_dora_possible = module.experts == 1 and not row.is_tokens
+    largest_rank = module.in_size if row.is_tokens else layout.max_rank  # of rows of tokens: all tokens
+    is_placed = 1 <= row.rank <= largest_rank and 0 <= row.expert < module.experts
+    return is_placed and (is_dora_possible or not row.is_dora)
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A validated row of an adapter. label: for messages. index: its place in the form that came.
+    """A validated row of an adapter, or the part of it that is one expert's. label: for messages. index: its place in
+    the form that came.
 
     tokens: of rows of tokens; `rank` is their number.
+    a_key: rows with an equal key have the same A, as far as that is known before the values are read.
+    is_empty: whether it is known before that B is all zero.
     """
 
     label: str
@@ -242,6 +340,9 @@ class _Row:
     is_dora: bool
     pieces: list[Piece]
     tokens: FoundRows | None = None
+    expert: int = 0
+    a_key: Hashable = None
+    is_empty: bool = False
 
     @property
     def num_values(self) -> int:
@@ -283,44 +384,78 @@ def _check_shapes(weights: torch.Tensor, config: torch.Tensor) -> None:
 
 
 def _sorted_rows(rows: Iterable[_Row], layout: AdapterLayout) -> list[_Row]:
-    """The rows by layer and module. Raises InvalidRequest if two write the same site."""
-    rows = sorted(rows, key=lambda row: (row.module.layer, row.module.module_id))
+    """The rows by layer, module and expert. Raises InvalidRequest if two write the same site."""
+    rows = sorted(rows, key=lambda row: (row.module.layer, row.module.module_id, row.expert))
     owner: dict[int, _Row] = {}
     for row in rows:
         for part in row.module.parts:
-            other = owner.setdefault(part.column, row)
+            other = owner.setdefault(part.column + row.expert, row)
             if other is not row:
                 name = layout.sites.site_at[part.column].name
+                name += f" of expert {row.expert}" if row.module.experts > 1 else ""
                 raise InvalidRequest(f"{row} and {other} both adapt {name}; send each once")
     return rows
 
 
-def _read_row(index: int, values: list[int], width: int, layout: AdapterLayout) -> _Row:
-    """A row of `lora_config`. width: of the rows of `lora_weights`."""
+def _read_row(
+    index: int, values: list[int], weights: torch.Tensor, bits: npt.NDArray[Any], layout: AdapterLayout
+) -> list[_Row]:
+    """A row of `lora_config`, as the rows of each expert. bits: the bits of `weights`."""
     where, rank = f"lora_config row {index}", values[2]
     module = _check_module(where, values[0], values[1], layout)
     check_rank(where, rank, layout)
     if len(values) == 4 and values[3] not in (0, 1):
         raise InvalidRequest(f"{where}: is_dora must be 0 or 1, it is {values[3]}")
     is_dora = len(values) == 4 and values[3] == 1
-    label = f"{where} ({module.name}, layer {module.layer}, rank {rank})"
-    row = _Row(label, index, module, rank, is_dora, layout.pieces(module, rank, is_dora))
-    if row.num_values > width:
+    row = _Row(
+        f"{where} ({module.name}, layer {module.layer}, rank {rank})",
+        index,
+        module,
+        rank,
+        is_dora,
+        layout.pieces(module, rank, is_dora),
+    )
+    _check_dora(row.label, module, is_dora)
+    if (count := row.num_values) > (width := weights.shape[1]):
+        each = f" for each of {module.experts} experts" if module.experts > 1 else ""
         raise InvalidRequest(
             f"{row}: lora_weights has to few values for {module.name}: its A is [{rank}, {module.in_size}] and its B "
-            f"[{module.out_size}, {rank}] here, {row.num_values} values needed, the rows hold {width}. {_WRONG_MODEL}"
+            f"[{module.out_size}, {rank}] here{each}, {count} values needed, the rows hold {width}. {_WRONG_MODEL}"
         )
-    return row
+    if bits[index, count:].max(initial=0) and weights[index, count:].any():  # a zero may be negative
+        raise InvalidRequest(
+            f"{row}: lora_weights holds values other than zero beyond the {count} that its module and rank account "
+            f"for. {_WRONG_MODEL}"
+        )
+    if (layout.code_bits or module.experts > 1) and not is_finite(weights[index, :count]):
+        raise InvalidRequest(_describe_non_finite(weights, [row], layout))
+    if module.experts == 1:
+        return [row]
+    all_b = bits[index, module.experts * rank * module.in_size : count].reshape(module.experts, -1)
+    is_empty = ~(all_b << 1).any(axis=1)  # without the highest bit, the sign: zero has two
+    return [replace(row, expert=expert, is_empty=bool(is_empty[expert])) for expert in range(module.experts)]
 
 
 def _peft_row(linear: PeftLinear, layout: AdapterLayout) -> _Row:
     if linear.layer == OUTER_LAYER:
-        module = _check_outer_module(linear, layout)
+        module = _check_outer_module(linear.name, linear.module_id, layout)
     else:
         module = _check_module(linear.name, linear.module_id, linear.layer, layout)
     check_rank(linear.a.place.key, linear.rank, layout)
     is_dora = linear.magnitude is not None
-    return _Row(linear.name, 0, module, linear.rank, is_dora, layout.pieces(module, linear.rank, is_dora))
+    _check_dora(linear.name, module, is_dora)
+    if not 0 <= linear.expert < module.experts:
+        raise InvalidRequest(f"{linear.name}: expert {linear.expert}, and the model has {module.experts} in this layer")
+    a_key = (linear.layer, linear.a) if module.experts > 1 else None
+    pieces = layout.pieces(module, linear.rank, is_dora)
+    return _Row(linear.name, 0, module, linear.rank, is_dora, pieces, expert=linear.expert, a_key=a_key)
+
+
+def _check_dora(where: str, module: WireModule, is_dora: bool) -> None:
+    if is_dora and module.experts > 1:
+        raise InvalidRequest(
+            f"{where}: DoRA on experts ({module.name}) is not supported; train the experts without use_dora"
+        )
 
 
 def check_rank(where: str, rank: int, layout: AdapterLayout) -> None:
@@ -334,28 +469,42 @@ def check_rank(where: str, rank: int, layout: AdapterLayout) -> None:
         )
 
 
+def check_size(num_pages: int, layout: AdapterLayout) -> None:
+    """Raises InvalidRequest for an adapter that the server's tiers cannot hold, before memory is taken for it."""
+    if layout.max_pages and num_pages > layout.max_pages:
+        raise InvalidRequest(
+            f"the adapter takes {num_pages * layout.page_bytes} bytes, and this server has room for adapters of "
+            f"{layout.max_pages * layout.page_bytes}: train a smaller rank or fewer modules, or start the server with "
+            "more lora_cache_host_memory_bytes (on a GPU also lora_cache_gpu_memory_fraction)"
+        )
+
+
 def _rank_advice(rank: int) -> str:
     if rank <= ADAPTER_RANK_LIMIT:
         return f"start the server with --set max_lora_rank={rank}"
     return f"{ADAPTER_RANK_LIMIT} is the most that a server can be started with"
 
 
-def _check_outer_module(linear: PeftLinear, layout: AdapterLayout) -> WireModule:
-    """linear: on the embeddings or the head."""
-    module = layout.sites.module_at[OUTER_LAYER, linear.module_id]
+def _check_outer_module(name: str, module_id: int, layout: AdapterLayout) -> WireModule:
+    """name: of the embeddings or the head, which the adapter changes. Raises InvalidRequest."""
+    _check_enabled(name, OUTER_LAYER, module_id, layout)
+    module = layout.sites.module_at[OUTER_LAYER, module_id]
     if names := _ruled_out(module, layout):
         raise InvalidRequest(
-            f"{linear.name}: the adapter adapts {names}, ruled out by lora_compatible or lora_target_modules of the "
-            "checkpoint"
+            f"{name}: the adapter adapts {names}, ruled out by lora_compatible or lora_target_modules of the checkpoint"
         )
     return module
 
 
 def _check_module(where: str, module_id: int, layer: int, layout: AdapterLayout) -> WireModule:
+    """The module of a layer. Raises InvalidRequest for one that the model has not, or that nobody may change."""
     sites = layout.sites
+    _check_enabled(where, layer, module_id, layout)
     if module_id not in sites.module_names:
         known = ", ".join(f"{number} {name}" for number, name in sites.module_names.items())
-        raise InvalidRequest(f"{where}: lora module {module_id} not enabled for this model; it has {known}")
+        raise InvalidRequest(
+            f"{where}: lora module {module_id} not enabled for this model; it has {known}, and layer {layer} was meant"
+        )
     if not 0 <= layer < sites.num_layers:
         raise InvalidRequest(
             f"{where}: Expected layerId to be in the range [0, numModelLayers): {layer}, numModelLayers is "
@@ -374,6 +523,17 @@ def _check_module(where: str, module_id: int, layer: int, layout: AdapterLayout)
     return module
 
 
+def _check_enabled(where: str, layer: int, module_id: int, layout: AdapterLayout) -> None:
+    """Raises InvalidRequest for a module that the server's parameter leaves out."""
+    left_out = layout.sites.left_out_at.get((layer, module_id))
+    if left_out is not None:
+        place = "" if layer == OUTER_LAYER else f" (id {module_id}, layer {layer})"
+        raise InvalidRequest(
+            f"{where}: lora module {left_out.name} not enabled for this model{place}: lora_target_modules of the "
+            f"server has {', '.join(layout.sites.target_names)}"
+        )
+
+
 def _ruled_out(module: WireModule, layout: AdapterLayout) -> str:
     """The sites of a module that the checkpoint leaves to no adapter; "" where there are none."""
     if not layout.ruled_out:
@@ -383,29 +543,22 @@ def _ruled_out(module: WireModule, layout: AdapterLayout) -> str:
 
 
 def _wire_pieces(row: _Row, weights: torch.Tensor, bits: npt.NDArray[Any], layout: AdapterLayout) -> Iterator[_Values]:
-    """The values of a row of `lora_weights`. bits: the bits of `weights`.
+    """The values of a row of `lora_weights`, or of one of its experts. bits: the bits of `weights`."""
+    module, rank = row.module, row.rank
+    num_a, num_b = rank * module.in_size, rank * module.out_size
+    starts = (row.expert * num_a, module.experts * num_a + row.expert * num_b, module.experts * (num_a + num_b))
+    is_stored_so = TORCH_DTYPES.get(layout.lora_dtype) == weights.dtype
 
-    Raises InvalidRequest for anything but zeros after the values.
-    """
-    count = row.num_values
-    if bits[row.index, count:].max(initial=0) and weights[row.index, count:].any():  # a zero may be negative
-        raise InvalidRequest(
-            f"{row}: lora_weights holds values other than zero beyond the {count} that its module and rank account "
-            f"for. {_WRONG_MODEL}"
-        )
-    if layout.code_bits and not is_finite(weights[row.index, :count]):
-        raise InvalidRequest(_describe_non_finite(weights, [row], layout))
-    if TORCH_DTYPES.get(layout.lora_dtype) == weights.dtype:
-        values = bits[row.index, :count]
-    else:
-        values = _stored_values(weights[row.index, :count], layout)
-    num_a, rank = row.rank * row.module.in_size, row.rank
-    yield _Values(0, 0, values[:num_a])
-    bounds = part_bounds(row.module) if layout.code_bits else (0, row.module.out_size)
+    def stored(index: int, first: int, stop: int) -> npt.NDArray[Any]:
+        places = slice(starts[index] + first, starts[index] + stop)
+        return bits[row.index, places] if is_stored_so else _stored_values(weights[row.index, places], layout)
+
+    yield _Values(0, 0, stored(0, 0, num_a))
+    bounds = part_bounds(module) if layout.code_bits else (0, module.out_size)
     for start, end in pairwise(bounds):
-        yield _Values(1, start, values[num_a + start * rank : num_a + end * rank])
+        yield _Values(1, start, stored(1, start * rank, end * rank))
     if row.is_dora:
-        yield _Values(2, 0, values[num_a + row.module.out_size * rank :])
+        yield _Values(2, 0, stored(2, 0, module.out_size))
 
 
 def _stored_values(values: torch.Tensor, layout: AdapterLayout) -> npt.NDArray[Any]:
@@ -430,7 +583,7 @@ class _FloatStore:
         self._dtype = layout.lora_dtype
         self._bits = _bits(pages.view(TORCH_DTYPES[layout.lora_dtype])).reshape(-1)
 
-    def begin(self, row: _Row) -> None:
+    def begin(self, row: _Row, a_owner: int) -> None:
         """Floats have no start of a row."""
 
     def put(self, row: _Row, offset: int, given: _Values) -> None:
@@ -456,9 +609,12 @@ class _CodeStore:
         self._arena = ARENA_DTYPES[layout.lora_dtype]
         self._digest = blake3(b"sent")
 
-    def begin(self, row: _Row) -> None:
+    def begin(self, row: _Row, a_owner: int) -> None:
+        """a_owner: the index of the row that has the A of this one."""
         module = row.module
-        self._digest.update(np.array([module.module_id, module.layer, row.rank, row.is_dora], np.int64).tobytes())
+        header = [module.module_id, module.layer, row.rank, row.is_dora]
+        header += [row.expert, a_owner] if module.experts > 1 else []
+        self._digest.update(np.array(header, np.int64).tobytes())
 
     def put(self, row: _Row, offset: int, given: _Values) -> None:
         self._digest.update(given.values.view(np.uint8).data)
@@ -503,22 +659,18 @@ class _CodeStore:
         self._target[start : start + len(stored)] = stored
 
 
-def _packed_row(row: _Row, offsets: Iterator[int]) -> PackedRow:
-    """offsets: of the pieces of this row and of later rows."""
-    a_offset, b_offset = next(offsets), next(offsets)
-    magnitude_offset = next(offsets) if row.is_dora else -1
-    return PackedRow(row.module.module_id, row.module.layer, row.rank, a_offset, b_offset, magnitude_offset)
-
-
 def content_digest(rows: Sequence[PackedRow], pages: Iterable[torch.Tensor], lora_dtype: str) -> str:
     """32 hex digits (BLAKE3, cut) over an adapter's rows and pages, without its traits; the GIL is free meanwhile.
 
-    Offsets count in elements of the arena, as in every earlier layout, so that digests outlive layouts.
+    Offsets count in elements of the arena, as in every earlier layout, so that digests outlive layouts. An adapter of
+    no experts has the digest of a time that knew none.
     """
     itemsize = ARENA_DTYPES[lora_dtype].itemsize
     header = np.array([(r.module_id, r.layer, r.rank, *(o // itemsize for o in _all_offsets(r))) for r in rows])
     digest = blake3(lora_dtype.encode())
     digest.update(header.astype(np.int64).tobytes())
+    if any(row.expert for row in rows):
+        digest.update(b"experts" + np.array([row.expert for row in rows], np.int64).tobytes())
     for page in pages:
         digest.update(page.numpy().data)
     return digest.hexdigest(DIGEST_BYTES)

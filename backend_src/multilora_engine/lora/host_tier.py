@@ -14,7 +14,7 @@ import torch
 from multilora_engine.histogram import Histogram
 from multilora_engine.lora.adapter_state import CachedAdapter, FreedBy, Memory, Version
 from multilora_engine.lora.free_pages import PagePool
-from multilora_engine.lora.layout import AdapterTraits, PackedAdapter, PackedRow
+from multilora_engine.lora.layout import AdapterTraits, PackedAdapter, PackedRow, TableEntries
 from multilora_engine.lora.life_cycle import TierStats
 from multilora_engine.lora.names import TaskId
 from multilora_wire.adapter_info import Kind
@@ -120,6 +120,7 @@ class PlannedAdapter:
     begin: Callable[[Sequence[torch.Tensor]], Future[None]]
     end: Callable[[], None]
     num_lent_pages: int
+    entries: TableEntries
 
 
 class HostTier:
@@ -354,6 +355,7 @@ class HostTier:
             assert (adapter.state.memory is Memory.WAITING) == (adapter in self._arrivals)
             assert adapter.pages or adapter.state.memory in (Memory.WAITING, Memory.LOST)
             assert adapter.state.is_filled == bool(adapter.rows)
+            assert adapter.entries is not None or not adapter.state.is_filled
             assert adapter.state.is_retired == (adapter in self._retired)
         held = (adapter for adapter in self.current if adapter.state.is_held)
         assert self.num_held_pages == sum(adapter.num_pages for adapter in held)

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from blake3 import blake3
 
 from multilora_wire.adapter_info import AdapterMember
 from multilora_wire.layout import AdapterLayout, PageShape, num_run_pages
+from multilora_wire.pieces import Piece, magnitude_itemsize, part_offset
 from multilora_wire.sites import OUTER_LAYER, ROW_MODULES, WireModule
 
 if TYPE_CHECKING:
@@ -31,13 +34,16 @@ _LARGEST_TOKEN_ID = sys.maxunicode
 """More than any vocabulary has. A prompt is searched as a text of one character a token."""
 
 
-@dataclass(frozen=True)
-class PackedRow:
-    """One (module, layer) of an adapter, or one of its parts outside the layers: see `multilora_wire.sites.OuterSites`.
+class PackedRow(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """One (module, layer, expert) of an adapter, or one of its parts outside the layers: see
+    `multilora_wire.sites.OuterSites`.
 
     Offsets are bytes from the start of the adapter's own pages, as if the pages lay one after another: page
     `offset // page_bytes`, place `offset % page_bytes`. Of rows of tokens `rank` is their number, and `a_offset` and
     `b_offset` are the places of the ids and of the rows.
+
+    expert: 0 for a linear that no router chooses. The A's of one layer's experts that have equal bits are one A, with
+    one `a_offset`.
     """
 
     module_id: int
@@ -47,6 +53,7 @@ class PackedRow:
     b_offset: int
     magnitude_offset: int
     """-1 without DoRA."""
+    expert: int = 0
 
     @property
     def is_dora(self) -> bool:
@@ -118,17 +125,18 @@ NO_TRAITS = AdapterTraits()
 
 @dataclass(frozen=True)
 class PackedAdapter:
-    """An adapter in packed form, rows sorted by layer and module.
+    """An adapter in packed form, rows sorted by layer, module and expert.
 
     digest: 32 hex digits over rows, pages and traits, or, where values are stored as codes, over the values that were
         sent and traits: equal for the same adapter, sent in any row order, row width or wire dtype of the same values.
-    pages: uint8 [num_pages, page_bytes]; bytes that no row covers are zero.
+    pages: uint8 [num_pages, page_bytes]; bytes that no row covers are zero. entries: None until somebody makes them.
     """
 
     digest: str
     rows: list[PackedRow]
     pages: torch.Tensor
     traits: AdapterTraits = NO_TRAITS
+    entries: TableEntries | None = None
 
     @property
     def num_pages(self) -> int:
@@ -140,11 +148,75 @@ def _as_text(token_ids: Iterable[int]) -> str:
     return "".join(map(chr, token_ids))
 
 
+@dataclass(frozen=True, eq=False)
+class TableEntries:
+    """The entries of `LoRATables` that an adapter has, wherever its pages lie: writing them looks at no row.
+
+    columns, ranks: int64 [n]. page, place: int64 [3, n], of A, B and magnitude: a page of the adapter, and elements of
+    the arena from its start; -1 for a magnitude that is not there. outer: the rows outside the layers.
+    """
+
+    columns: npt.NDArray[np.int64]
+    ranks: npt.NDArray[np.int64]
+    page: npt.NDArray[np.int64]
+    place: npt.NDArray[np.int64]
+    outer: tuple[PackedRow, ...]
+
+    @classmethod
+    def of(cls, rows: Sequence[PackedRow], layout: AdapterLayout) -> TableEntries:
+        """rows: that fit the model."""
+        entries: list[tuple[int, int, int, int, int]] = []
+        magnitude_bytes, module_at = magnitude_itemsize(layout.lora_dtype), layout.sites.module_at
+        for row in rows:
+            module, magnitude = module_at[row.layer, row.module_id], row.magnitude_offset
+            if len(module.parts) == 1:
+                column = module.parts[0].column + row.expert
+                entries.append((column, row.rank, row.a_offset, row.b_offset, magnitude))
+                continue
+            for index, part in enumerate(module.parts):
+                b_offset = row.b_offset + part_offset(module, index, row.rank, layout.lora_dtype)
+                part_magnitude = magnitude + part.start * magnitude_bytes if magnitude >= 0 else -1
+                entries.append((part.column, row.rank, row.a_offset, b_offset, part_magnitude))
+        table = np.array(entries, np.int64).reshape(-1, 5).T.copy()
+        page, place = np.divmod(table[2:], layout.page_bytes)
+        place = np.where(table[2:] < 0, -1, place // layout.itemsize)
+        return cls(table[0], table[1], page, place, tuple(row for row in rows if row.layer == OUTER_LAYER))
+
+    def located(self, pages: Sequence[int], layout: AdapterLayout) -> npt.NDArray[np.int64]:
+        """The places of A, B and magnitude as elements of the whole arena, int64 [3, n]. pages: of the arena.
+
+        The pages of a piece that spans them are consecutive in the arena, too.
+        """
+        starts = np.array([*pages, 0], np.int64) * (layout.page_bytes // layout.itemsize)  # the last is of page -1
+        return starts[self.page] + self.place
+
+
+def own_pieces(rows: Iterable[PackedRow], layout: AdapterLayout) -> Iterator[tuple[int, Piece]]:
+    """The pieces of rows with their offsets, in the order in which packing places them.
+
+    An A that several experts of a layer have is a piece of the first row that has it.
+    """
+    shared: set[tuple[int, int, int, int]] = set()
+    key, pieces = (-1, 0, 0, False), list[Piece]()
+    for row in rows:
+        module = module_of(row, layout)
+        if (row.layer, row.module_id, row.rank, row.is_dora) != key:
+            key = (row.layer, row.module_id, row.rank, row.is_dora)
+            pieces = layout.pieces(module, row.rank, row.is_dora)
+        placed = zip(row.offsets, pieces, strict=True)
+        if module.experts > 1:
+            a = (row.layer, row.a_offset, row.rank, module.in_size)
+            if a in shared:
+                next(placed)
+            shared.add(a)
+        yield from placed
+
+
 def page_shape(rows: Iterable[PackedRow], num_pages: int, layout: AdapterLayout) -> PageShape:
     """The shape of the pages that packing gave these rows."""
     if layout.largest_piece.num_bytes <= layout.page_bytes:
         rows = [row for row in rows if row.layer == OUTER_LAYER]
-    sizes = [piece.num_bytes for row in rows for piece in layout.pieces(module_of(row, layout), row.rank, row.is_dora)]
+    sizes = [piece.num_bytes for _, piece in own_pieces(rows, layout)]
     runs = sorted((num_run_pages(size, layout.page_bytes) for size in sizes if size > layout.page_bytes), reverse=True)
     return PageShape(num_pages - sum(runs), tuple(runs))
 

@@ -21,10 +21,10 @@ from multilora_engine.lora.adapter_state import AdapterState, CachedAdapter, Fre
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.disk_traffic import DiskTraffic
-from multilora_engine.lora.format import kinds_of, ranks_of
+from multilora_engine.lora.format import check_size, kinds_of, ranks_of
 from multilora_engine.lora.host_tier import Arrival, HostTier, Loan, PlannedAdapter
 from multilora_engine.lora.inventory import Inventory
-from multilora_engine.lora.layout import AdapterTraits, PackedAdapter, PackedRow, page_shape
+from multilora_engine.lora.layout import AdapterTraits, PackedAdapter, PackedRow, TableEntries, page_shape
 from multilora_engine.lora.life_cycle import LoRAStats, OnEvent, adapter_event, ignore_event
 from multilora_engine.lora.memory_tiers import MemoryTiers
 from multilora_engine.lora.names import TaskId
@@ -74,7 +74,7 @@ class LoRAManager:
         self.host = host
         self.device = device
         self.memory = MemoryTiers(host, device)
-        self._traffic = DiskTraffic(host, disk, self.memory.update, on_event)
+        self._traffic = DiskTraffic(host, device.layout, disk, self.memory.update, on_event)
         self.inventory = Inventory(host, device, self._traffic)
         self._check_traits = check_traits
         self._on_conflict = on_conflict
@@ -333,6 +333,7 @@ class LoRAManager:
         ranks, shape = ranks_of(packed.rows), self._shape_of(packed)
         kinds, traits = kinds_of(packed.rows, packed.traits), packed.traits
         adapter = CachedAdapter(lora_task_id, packed.digest, ranks, shape, name, state, kinds=kinds, traits=traits)
+        adapter.entries = packed.entries or TableEntries.of(packed.rows, self.device.layout)
         if isinstance(packed, PlannedAdapter):
             arrival = Arrival(partial(self._traffic.make, adapter, packed), packed.end, packed.num_lent_pages)
         else:
@@ -368,6 +369,7 @@ class LoRAManager:
         """Raises AdapterCacheFull when there could be no room for one more adapter, after the adapters that wait
         already.
         """
+        check_size(shape.num_pages, self.device.layout)
         promised, free, num_pages = self.host.num_promised_pages, self.host.pool.num_free, shape.num_pages
         if replaced is not None and not replaced.pages and replaced.state.num_pins == 0:
             promised -= replaced.num_pages
@@ -382,6 +384,7 @@ class LoRAManager:
 
         Requests in flight are no reason: they end, and an adapter that waits for its file takes no memory.
         """
+        check_size(file.num_pages, self.device.layout)
         if not self.host.can_ever_hold(file.shape) or self.host.num_arrivals >= _MAX_ARRIVALS:
             pages, promised = self.host.pool, self.host.num_promised_pages
             raise AdapterCacheFull(file.lora_task_id, file.num_pages, pages.num_free, 0, promised, pages.count)

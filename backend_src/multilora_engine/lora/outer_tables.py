@@ -12,7 +12,7 @@ from multilora_engine.lora.format import TORCH_DTYPES
 from multilora_engine.lora.layout import PackedRow
 from multilora_kernels import TokenRows, TokenRowTables
 from multilora_wire.layout import AdapterLayout
-from multilora_wire.sites import EMBEDDING_LORA, EMBEDDING_ROWS, HEAD_LORA, HEAD_ROWS, OUTER_LAYER, TIED_ROWS
+from multilora_wire.sites import EMBEDDING_LORA, EMBEDDING_ROWS, HEAD_LORA, HEAD_ROWS, TIED_ROWS
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class OuterTables:
         self._latest: tuple[frozenset[int], OuterParts] | None = None
 
     def write(self, index: int, rows: Sequence[PackedRow], pages: list[int]) -> None:
-        """Let an index stand for an adapter, whose rows lie in `pages`."""
+        """Let an index stand for an adapter. rows: those outside the layers. pages: of the adapter."""
         self.forget(index)
-        outer = {row.module_id: row for row in rows if row.layer == OUTER_LAYER}
+        outer = {row.module_id: row for row in rows}
         if outer:
             self._parts[index] = _Parts(
                 self._token_rows(outer.get(EMBEDDING_ROWS) or outer.get(TIED_ROWS), pages),

@@ -252,10 +252,10 @@ class RemoteAdapters:
         self.supersede(fetch.key.lora_task_id)
         return None
 
-    def _put_set(self, fetch: Fetch, planned: PlannedAdapter) -> AdapterCacheFull | AdapterConflict | None:
+    def _put_set(self, fetch: Fetch, planned: PlannedAdapter) -> RequestError | None:
         try:
             adapter = self._loras.put(fetch.task_id, planned, fetch.key.name, "combined", fetch.replaces_set)
-        except (AdapterCacheFull, AdapterConflict) as error:
+        except (AdapterCacheFull, AdapterConflict, InvalidRequest) as error:
             return error
         fetch.on_end = _nothing  # The host tier lets the members go.
         fetch.arrived = adapter.arrived

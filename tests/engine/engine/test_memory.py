@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from multilora_engine.errors import ConfigError
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.models.registry import read_model_config
-from multilora_wire.layout import AdapterLayout, adapter_pages
+from multilora_wire.layout import AdapterLayout, adapter_layout, adapter_pages
+from multilora_wire.sites import attention_shapes, expert_shapes, model_sites
 
 PAGE = 256 << 10
 
@@ -110,15 +112,50 @@ def test_a_gpu_has_room_for_all_adapters_of_a_step_and_the_host_for_twice_as_man
     assert (planned.num_device_pages, planned.num_host_pages) == (5 << 10, 3 << 10)
 
 
-def test_a_gpu_or_machine_that_is_too_small_for_them_refuses_to_load_with_the_numbers(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_gpu_or_machine_that_is_too_small_for_them_has_room_for_fewer(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(
-        ConfigError, match=ADAPTERS + r", more than half of the 15\.00 GiB .*; write a smaller max_loras"
-    ):
-        gpu_plan(checkpoint, monkeypatch, 15, 16)
+    planned = gpu_plan(checkpoint, monkeypatch, 15, 16)
+    assert (planned.num_device_pages, planned.num_host_pages) == (15 << 9, 16 << 10)
+    told = ADAPTERS + r", more than half of the 15\.00 GiB .*: the device tier has 7\.50 GiB, and adapters that do not"
+    assert re.search(told, caplog.text)
+    planned = gpu_plan(checkpoint, monkeypatch, 20, 15)
+    assert (planned.num_device_pages, planned.num_host_pages) == (8 << 10, 15 << 9)
     with pytest.raises(ConfigError, match=r"has 15\.00 GiB .* host tier of 16\.00 GiB; " + ADAPTERS + ": write"):
-        gpu_plan(checkpoint, monkeypatch, 20, 15)
+        gpu_plan(checkpoint, monkeypatch, 20, 15, lora_cache_host_memory_bytes=16 << 30)
+
+
+_EXPERTS = model_sites([[*attention_shapes(2048, 4096, 512), *expert_shapes(2048, 768, 128)]] * 48, hidden_size=2048)
+"""Qwen3-30B-A3B: an adapter of rank 16 on all modules takes 1.6 GiB as bfloat16, one of rank 64 6.3 GiB."""
+
+
+@pytest.mark.parametrize(("free_gib", "smallest", "most"), [(8, 16, 16), (1.2, 11, 12), (0.1, 9, 10)])
+def test_an_adapter_that_nobody_sent_stops_no_start_of_default_sizes(
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    free_gib: float,
+    smallest: int,
+    most: int,
+) -> None:
+    """free_gib: beside the KV cache. The host tier has room for rank 16, or for less, but never less than a GiB."""
+    kv_bytes = 1 << 20
+    config = EngineConfig(
+        model_path=checkpoint, kv_cache_memory_bytes=ByteSize(kv_bytes), lora=LoRAConfig(lora_cache_dir=tmp_path)
+    )
+    available = max(int(free_gib * (1 << 30)), 1 << 30) + kv_bytes
+    monkeypatch.setattr(memory, "available_memory", lambda: available)
+    model, pages = read_model_config(checkpoint), adapter_layout(_EXPERTS, 64, "bfloat16")
+    planned = plan_memory(config, model, pages, torch.float32, torch.device("cpu"))
+    refused = r"host and device tier: an adapter of max_lora_rank 64 .* takes 6\.\d+ GiB and is refused; the largest "
+    (told,) = re.findall(refused + r"that fits has rank (\d+)", caplog.text)
+    assert smallest <= int(told) <= most
+    assert adapter_pages(pages, int(told)) <= planned.num_host_pages < adapter_pages(pages, int(told) + 1)
+    assert "disk tier: an adapter" not in caplog.text
+    written = config.model_copy(update={"lora": LoRAConfig(lora_cache_host_memory_bytes=ByteSize(1 << 30))})
+    with pytest.raises(ConfigError, match="Not enough space allocated to host LoRA cache to hold 1 max sized LoRA"):
+        plan_memory(written, model, pages, torch.float32, torch.device("cpu"))
 
 
 def test_a_gpu_keeps_free_what_steps_need_and_tells_what_is_left(checkpoint: Path) -> None:

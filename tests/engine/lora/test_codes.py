@@ -22,7 +22,7 @@ from multilora_engine.lora.device_tier import TableRows
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import ARENA_DTYPES, pack_adapter
 from multilora_engine.lora.free_pages import PagePool
-from multilora_engine.lora.layout import AdapterTraits, PackedAdapter
+from multilora_engine.lora.layout import AdapterTraits, PackedAdapter, TableEntries
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_kernels import LoRATables, reference
@@ -72,7 +72,7 @@ def tables_of(adapter: PackedAdapter, layout: AdapterLayout) -> LoRATables:
     for page, source in zip(pages, adapter.pages, strict=True):
         pool.storage[page] = source
     rows = TableRows(layout, pool.storage, count=1)
-    rows.write(0, adapter.rows, pages)
+    rows.write(0, TableEntries.of(adapter.rows, layout), pages)
     return rows.tables
 
 

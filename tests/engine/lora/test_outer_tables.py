@@ -26,7 +26,7 @@ from multilora_engine.lora.adapter_file import (
 from multilora_engine.lora.device_tier import TableRows
 from multilora_engine.lora.format import ARENA_DTYPES, TORCH_DTYPES, pack_adapter, pack_peft, ranks_of
 from multilora_engine.lora.free_pages import PagePool
-from multilora_engine.lora.layout import PackedAdapter, page_shape
+from multilora_engine.lora.layout import PackedAdapter, TableEntries, page_shape
 from multilora_engine.process.messages import adapter_header, adapter_payload, read_adapter
 from multilora_kernels import lora_embedding, reference
 from multilora_kernels.adapter_codes import dequantize_a, dequantize_b
@@ -135,7 +135,7 @@ def rows_of(adapter: PackedAdapter, layout: AdapterLayout) -> TableRows:
     for page, source in zip(pages, adapter.pages, strict=True):
         pool.storage[page] = source
     rows = TableRows(layout, pool.storage, count=2)
-    rows.write(1, adapter.rows, pages)
+    rows.write(1, TableEntries.of(adapter.rows, layout), pages)
     return rows
 
 
@@ -209,7 +209,7 @@ def test_steps_without_such_parts_find_none(base: Path) -> None:
     parts = rows.outer_parts([1])
     assert rows.outer_parts([0, 1, -1]) is parts
     plain = wire_adapter(UNTIED, LINEARS)
-    rows.write(1, pack_adapter(plain.weights, plain.config, UNTIED).rows, [1, 2])
+    rows.write(1, TableEntries.of(pack_adapter(plain.weights, plain.config, UNTIED).rows, UNTIED), [1, 2])
     assert rows.outer_parts([1]) is None
 
 

@@ -20,7 +20,7 @@ from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import TORCH_DTYPES, pack_adapter
 from multilora_engine.lora.free_pages import PagePool
 from multilora_engine.lora.host_tier import CachedAdapter, HostTier
-from multilora_engine.lora.layout import PackedAdapter, page_shape
+from multilora_engine.lora.layout import PackedAdapter, TableEntries, page_shape
 from multilora_engine.lora.manager import LoRAManager
 from multilora_kernels import LoRATables, lora_segments, reference
 from multilora_wire.layout import AdapterLayout, PageShape, num_values
@@ -92,7 +92,7 @@ def tables_of(packed: PackedAdapter, layout: AdapterLayout, taken: list[int]) ->
     for page, source in zip(pages, packed.pages, strict=True):
         pool.storage[page] = source
     table_rows = TableRows(layout, pool.storage, count=1)
-    table_rows.write(0, packed.rows, pages)
+    table_rows.write(0, TableEntries.of(packed.rows, layout), pages)
     return table_rows.tables
 
 

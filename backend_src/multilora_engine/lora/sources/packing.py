@@ -21,14 +21,17 @@ _HEADER_ALLOWANCE = 16 << 20
 
 
 def largest_adapter_bytes(layout: AdapterLayout) -> int:
-    """The most bytes that the files of a legal adapter have, in float32: every row as wide as the widest; LoRA on
-    embeddings and head, a copy of each, and rows of all tokens.
+    """The most bytes that the files of a legal adapter have, in float32: the rows of all modules, each but those of
+    experts as wide as the widest; LoRA on embeddings and head, a copy of each, and rows of all tokens.
     """
     sites = layout.sites
-    widest = max(num_values(module, layout.max_rank, is_dora=True) for module in sites.modules)
+    plain = [num_values(module, layout.max_rank, is_dora=True) for module in sites.plain_modules if module.experts == 1]
+    experts = [num_values(module, layout.max_rank) for module in sites.plain_modules if module.experts > 1]
+    fused = [num_values(module, layout.max_rank, is_dora=True) for module in sites.modules if len(module.parts) > 1]
     matrices = [num_values(m, layout.max_rank, is_dora=True) for m in sites.outer_modules if m.kind != "rows"]
-    copies = [2 * m.in_size * m.out_size for m in sites.outer_modules if m.kind != "rows"]
-    return (len(sites.sites) * widest + sum(matrices) + sum(copies)) * 4 + _HEADER_ALLOWANCE
+    copies = [2 * m.in_size * m.out_size for m in (sites.outer.modules if sites.outer else ()) if m.kind != "rows"]
+    num_rows = len(plain) * max([*plain, *fused], default=0)
+    return (num_rows + sum(experts) + sum(matrices) + sum(copies)) * 4 + _HEADER_ALLOWANCE
 
 
 def pack_directory(adapter: LocalAdapter, layout: AdapterLayout, base_model: Path) -> PackedAdapter:
