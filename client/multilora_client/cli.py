@@ -307,7 +307,10 @@ def convert(
     ] = None,
     base_model: Annotated[
         Path | None,
-        typer.Option(help="Directory of the base model's checkpoint; only DoRA adapters need it.", show_default=False),
+        typer.Option(
+            help="Directory of the base model's checkpoint. DoRA needs it, adapters on experts only its config.json.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Convert a PEFT adapter to model.lora_weights.npy and model.lora_config.npy, as TensorRT-LLM's converter does.

@@ -1,8 +1,9 @@
 """PEFT directory -> wire tensors, in the layout of TensorRT-LLM's converter, with NumPy alone.
 
-A row is A `[rank, in]` then B `[out, rank]`. The server applies no scale, so the scale goes into B, in float32 and
-before the cast to the storage type. A DoRA row ends with the magnitude `[out]`, which upstream wants normalised:
-divided by the lengths of the adapted weight's rows. Converting it takes the base model's weights.
+A row is A `[rank, in]` then B `[out, rank]`; a row of experts is the A of all of them, then the B of all. The server
+applies no scale, so the scale goes into B, in float32 and before the cast to the storage type. A DoRA row ends with
+the magnitude `[out]`, which upstream wants normalised: divided by the lengths of the adapted weight's rows. Converting
+it takes the base model's weights.
 
 A fused `gate_up_proj` (module id 18) computes gate | up in Hugging Face checkpoints; upstream's fused module computes
 up | gate. The outputs of B (and a magnitude) are therefore exchanged half by half. A fused `qkv_proj` is q | k | v on
@@ -12,10 +13,13 @@ both sides. `multilora_wire.peft_files` reads the values.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import groupby
+from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from multilora_client.adapter import Adapter, AdapterFiles, AdapterTensors, is_converted
 from multilora_client.base_weights import MODEL_CONFIG_FILE, BaseWeights
@@ -28,6 +32,7 @@ from multilora_wire.peft_files import (
     AdapterDtype,
     LinearReader,
     PeftAdapter,
+    PeftLinear,
     describe_foreign,
     open_peft_directory,
 )
@@ -50,20 +55,21 @@ def convert_peft(
 
     storage_dtype: type of the weights; None keeps the one of the file.
     on_progress: called with (rows done, rows in all) after each row.
-    base_model: directory of the base model's checkpoint; DoRA needs its weights.
+    base_model: directory of the base model's checkpoint; DoRA needs its weights, adapters on experts its config.json.
     sites: of the base model; by default those of `base_model`, if that is given.
     Raises AdapterError for everything that the wire format or the storage type cannot hold, and for an adapter that was
     made for another model than these sites'.
     """
-    base = None
-    if base_model is not None:
-        base = BaseWeights(base_model)
-        if sites is None and (base_model / MODEL_CONFIG_FILE).is_file():
-            sites = read_sites(base_model)
+    has_config = base_model is not None and (base_model / MODEL_CONFIG_FILE).is_file()
+    if sites is None and base_model is not None and has_config:
+        sites = read_sites(base_model)
     model = "" if base_model is None else base_model.resolve().name
     try:
         with open_peft_directory(directory, sites, model, trusts_patterns=True) as adapter:
-            return _convert(adapter, base, _DTYPES[storage_dtype] if storage_dtype else adapter.dtype, on_progress)
+            has_dora = any(linear.magnitude is not None for linear in adapter.linears)
+            base = None if base_model is None or (has_config and not has_dora) else BaseWeights(base_model)
+            dtype = _DTYPES[storage_dtype] if storage_dtype else adapter.dtype
+            return _convert(adapter, base, sites, dtype, on_progress)
     except WrongBaseModel as error:
         raise AdapterError(str(error)) from error
     except (PeftError, OSError) as error:
@@ -116,7 +122,11 @@ def content_task_id(content: AdapterFiles | AdapterTensors) -> int:
 
 
 def _convert(
-    adapter: PeftAdapter, base: BaseWeights | None, dtype: AdapterDtype, on_progress: Progress | None
+    adapter: PeftAdapter,
+    base: BaseWeights | None,
+    sites: ModelSites | None,
+    dtype: AdapterDtype,
+    on_progress: Progress | None,
 ) -> AdapterTensors:
     if tokens := adapter.config.invocation_tokens:
         raise PeftError(
@@ -134,14 +144,45 @@ def _convert(
             f"{PEFT_CONFIG_FILE} has rotary embeddings, {quoted(rope)}, which the two tensors cannot tell; send the "
             "PEFT files as they are"
         )
-    linears, reader = adapter.linears, LinearReader(adapter, base, dtype)
-    weights = np.zeros((len(linears), max(linear.num_values for linear in linears)), NUMPY_DTYPES[dtype])
-    for index, linear in enumerate(linears):
-        end = 0
-        for one in reader.read(linear):
-            start, end = end, end + one.values.size
-            weights[index, start:end] = one.values.ravel()
+    reader = LinearReader(adapter, base, dtype)
+    rows = [_Row(list(group), sites) for _, group in groupby(adapter.linears, lambda one: (one.layer, one.module_id))]
+    weights = np.zeros((len(rows), max(row.num_values for row in rows)), NUMPY_DTYPES[dtype])
+    for index, row in enumerate(rows):
+        row.fill(weights[index], reader)
         if on_progress:
-            on_progress(index + 1, len(linears))
-    config = [[m.module_id, m.layer, m.rank, int(m.magnitude is not None)] for m in linears]
+            on_progress(index + 1, len(rows))
+    config = [[row.first.module_id, row.first.layer, row.rank, int(row.is_dora)] for row in rows]
     return AdapterTensors(weights, np.array(config, np.int32), dtype, adapter.origin)
+
+
+class _Row:
+    """A row of the wire: one linear, or one of each expert of a layer.
+
+    The experts that the adapter lacks are zero, and so are the ranks that another expert has and this one lacks.
+    """
+
+    def __init__(self, linears: list[PeftLinear], sites: ModelSites | None) -> None:
+        """linears: of one layer and module id."""
+        self._linears = linears
+        self.first = linears[0]
+        self.rank = max(linear.rank for linear in linears)
+        self.is_dora = self.first.magnitude is not None
+        module = None if sites is None else sites.module_at[self.first.layer, self.first.module_id]
+        experts = 1 if module is None else module.experts
+        self._a_shape = (experts, self.rank, self.first.in_size)
+        self._b_shape = (experts, self.first.out_size, self.rank)
+
+    @property
+    def num_values(self) -> int:
+        """Without padding."""
+        return prod(self._a_shape) + prod(self._b_shape) + (self.first.out_size if self.is_dora else 0)
+
+    def fill(self, values: npt.NDArray[Any], reader: LinearReader) -> None:
+        """Write the row. values: zeros, at least `num_values`."""
+        end_of_a = prod(self._a_shape)
+        end_of_b = end_of_a + prod(self._b_shape)
+        a, b = values[:end_of_a].reshape(self._a_shape), values[end_of_a:end_of_b].reshape(self._b_shape)
+        for linear in self._linears:
+            parts = (a[linear.expert], b[linear.expert, :, : linear.rank], values[end_of_b:])
+            for one in reader.read(linear):
+                parts[one.index][one.first : one.first + len(one.values)] = one.values

@@ -75,8 +75,9 @@ def describe_missing(name: str, layer: int, sites: ModelSites) -> str:
     """The difference between a model with the linear `name` in `layer` and one without, which has these sites."""
     if not 0 <= layer < sites.num_layers:
         return f"{name} is a layer there, and the model here has {sites.num_layers} layers"
-    names = dict.fromkeys(site.name.rpartition(".")[2] for site in sites.sites)
-    return f"{name} is a linear there, and the layers here have {', '.join(names)}"
+    # Of `layers.3.mlp.experts.up_proj` this is `experts.up_proj`.
+    names = [site.name.split(".", 3)[-1] for site in sites.sites if site.layer == layer]
+    return f"{name} is a linear there, and layer {layer} here has {', '.join(names)}"
 
 
 def _sides(in_size: int, out_size: int) -> str:

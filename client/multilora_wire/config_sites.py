@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from multilora_wire.sites import (
+    GPT_OSS_EXPERTS,
+    PLAIN_EXPERTS,
     PLAIN_MLP,
+    ExpertsForm,
     ModelSites,
     SiteShape,
     attention_shapes,
@@ -35,7 +38,8 @@ def config_sites(fields: Fields) -> ModelSites:
     mlp = _MLPS.get(model_type, _gated)
     layers = [attention + mlp(fields, layer) for layer in range(fields["num_hidden_layers"])]
     is_tied = fields.get("tie_word_embeddings", model_type in _TIED)
-    return model_sites(layers, hidden, fields.get("vocab_size", 0), is_tied)
+    form = _EXPERTS_FORMS.get(model_type, PLAIN_EXPERTS)
+    return model_sites(layers, hidden, fields.get("vocab_size", 0), is_tied, form)
 
 
 def _gated(fields: Fields, _layer: int) -> list[SiteShape]:
@@ -87,6 +91,9 @@ _MLPS: Mapping[str, Callable[[Fields, int], list[SiteShape]]] = {
     "starcoder2": _plain,
 }
 """The linears of a layer's MLP by model type; `_gated` for all others."""
+
+_EXPERTS_FORMS: Mapping[str, ExpertsForm] = {"gpt_oss": GPT_OSS_EXPERTS}
+"""How transformers holds the experts, by model type, where it is not as in most."""
 
 _TIED = frozenset({"cohere2", "gemma2", "gemma3_text", "smollm3", "starcoder2"})
 """Model types whose embeddings and head are one matrix unless `config.json` says otherwise."""

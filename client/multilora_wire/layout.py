@@ -17,7 +17,7 @@ from itertools import chain, groupby
 import msgspec
 
 from multilora_wire.pieces import CODE_BITS, Piece, element_bytes, stored_pieces
-from multilora_wire.sites import ModelSites, WireModule
+from multilora_wire.sites import PLAIN_EXPERTS, ModelSites, WireModule
 
 ALIGNMENT_BYTES = 64
 MIN_PAGE_BYTES = 256 * 1024
@@ -109,6 +109,8 @@ class AdapterLayout:
         ]
         if not sites["left_out"]:
             del sites["left_out"]
+        if self.sites.experts_form == PLAIN_EXPERTS:
+            del sites["experts_form"]
         return hashlib.sha256(msgspec.json.encode(sites)).hexdigest()
 
     def pieces(self, module: WireModule, rank: int, is_dora: bool) -> list[Piece]:

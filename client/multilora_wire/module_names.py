@@ -48,6 +48,12 @@ MODULE_IDS: Mapping[str, int] = {
     # An MLP without a gate, as StarCoder 2's.
     "mlp.c_fc": MLP_H_TO_4H,
     "mlp.c_proj": MLP_4H_TO_H,
+    # The router of a mixture, and the expert that all tokens use with its gate. `peft_experts` names other experts.
+    "mlp.gate": MOE_ROUTER,
+    "mlp.shared_expert.gate_proj": SHARED_H_TO_4H,
+    "mlp.shared_expert.up_proj": SHARED_UP,
+    "mlp.shared_expert.down_proj": SHARED_4H_TO_H,
+    "mlp.shared_expert_gate": SHARED_EXPERT_GATE,
 }
 """Module ids by Hugging Face's names. The fused ones compute q | k | v and gate | up there; upstream's `mlp_gate_up`
 computes up | gate."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -39,7 +39,7 @@ BIASES_ADVICE = "biases are not supported"
 
 _HARMLESS_FIELDS = frozenset(
     {
-        # These say how the adapter was trained, saved or loaded.
+        # These say how the adapter was trained, saved or loaded. `peft_experts` reads the version.
         "task_type",
         "auto_mapping",
         "peft_version",
@@ -48,7 +48,7 @@ _HARMLESS_FIELDS = frozenset(
         "lora_dropout",
         "runtime_config",
         "merge_weights",
-        # These say which modules were adapted; `check_targets` reads the lists among them.
+        # These say which modules were adapted; `check_target` reads the lists among them.
         "target_modules",
         "exclude_modules",
         "layers_to_transform",
@@ -84,6 +84,7 @@ _READ_FIELDS = frozenset(
         "rope_parameters",
         "rank_pattern",
         "alpha_pattern",
+        "target_parameters",
         "init_lora_weights",
         "bias",
         "base_model_name_or_path",
@@ -96,7 +97,6 @@ _READ_FIELDS = frozenset(
 
 _REFUSED_FIELDS: Mapping[str, str] = {
     "lora_bias": BIASES_ADVICE,
-    "target_parameters": "LoRA on bare parameters is not supported",
     "layer_replication": "replicated layers are not supported",
     "invocation_string": "this is activated LoRA in the form of IBM's package alora, which is not supported; train it "
     "with PEFT, whose field is alora_invocation_tokens",
@@ -106,7 +106,7 @@ _REFUSED_FIELDS: Mapping[str, str] = {
     "megatron_config": "LoRA on Megatron's parallel layers is not supported",
 }
 
-_REFUSED_LISTS = frozenset({"target_parameters", "layer_replication"})
+_REFUSED_LISTS = frozenset({"layer_replication"})
 """Those fields of `_REFUSED_FIELDS` that do nothing where they are empty."""
 
 _TOKENS = "TRAINABLE_TOKENS"
@@ -146,6 +146,7 @@ _LARGEST_LENGTH = 1 << 30
 """Of sequences: their positions fit into 32 bits."""
 
 _PATTERNS_PER_COLUMN = 2
+_MAX_MATCHES = 8_000_000
 _CHARS_PER_PATTERN = 64
 _MAX_BLOCK_NAMES = 1024
 
@@ -158,11 +159,12 @@ class PeftError(Exception):
 class _Chosen:
     """The modules that PEFT adapts, as far as lists tell.
 
-    targets: None where every module counts. layers: None where every layer counts. has_layers_pattern: whether `layers`
-    is a name of the list of layers.
+    targets: None where every module counts. parameters: targets by the names of parameters. layers: None where every
+    layer counts. has_layers_pattern: whether `layers` is a name of the list of layers.
     """
 
     targets: frozenset[str] | None
+    parameters: frozenset[str]
     excluded: frozenset[str]
     layers: frozenset[int | float] | None
     has_layers_pattern: bool
@@ -247,8 +249,13 @@ class PeftConfig:
         """Whether PEFT computes, or trained, with the variant of this field."""
         return not _is_off(field, self.fields.get(field))
 
+    def settings_name(self, module: str) -> str:
+        """The name by which patterns know a linear of PEFT's model: that of its weight, if the weight is a target."""
+        weight = f"{module}.weight"
+        return module if self._chosen.parameters.isdisjoint(_ends_of(weight)) else weight
+
     def rank(self, module: str) -> float:
-        """The rank that the configuration gives a module of PEFT's model. Raises PeftError."""
+        """The rank that the configuration gives a module, or a parameter, of PEFT's model. Raises PeftError."""
         return self._setting(self.rank_patterns, "r", module)
 
     def scaling(self, module: str, rank: int) -> float:
@@ -270,19 +277,24 @@ class PeftConfig:
         count = blocks.get("nblocks", 1)
         return (count if is_a else 1), (count if is_b else 1)
 
-    def check_target(self, module: str, layer: int) -> None:
-        """Refuse the matrices of a module that PEFT would leave out. Raises PeftError.
+    def check_target(self, module: str, layer: int, others: Iterable[str] = ()) -> None:
+        """Refuse the matrices of a module, or of a parameter, that PEFT would leave out. Raises PeftError.
 
-        module: in PEFT's model. Lists are looked at, regular expressions are not.
+        module: in PEFT's model. others: names by which the lists may mean it, too. Lists are looked at, regular
+        expressions are not.
         """
-        chosen = self._chosen
-        # PEFT's rule: a name in a list is a module's whole name, or its end after a dot.
-        ends = {module.split(".", count)[-1] for count in range(module.count(".") + 1)}
+        chosen, ends = self._chosen, _ends_of(module)
+        if not chosen.parameters.isdisjoint(ends):  # No other field is about parameters.
+            return
+        is_listed = chosen.targets is None or not chosen.targets.isdisjoint(ends)
+        if not is_listed:
+            listed = (chosen.targets or frozenset()) | chosen.parameters
+            is_listed = any(not listed.isdisjoint(_ends_of(other)) for other in others)
         left_out_by = ""
         if not chosen.excluded.isdisjoint(ends):
             left_out_by = "exclude_modules"
-        elif chosen.targets is not None and chosen.targets.isdisjoint(ends):
-            left_out_by = "target_modules"
+        elif not is_listed:
+            left_out_by = "target_modules" if chosen.targets or not chosen.parameters else "target_parameters"
         elif chosen.layers is not None and module not in (chosen.targets or ()):
             if layer not in chosen.layers:
                 left_out_by = "layers_to_transform"
@@ -297,10 +309,15 @@ class PeftConfig:
     @cached_property
     def _chosen(self) -> _Chosen:
         targets, layers = self.fields.get("target_modules"), self.fields.get("layers_to_transform")
-        patterns = self.fields.get("layers_pattern")
+        patterns, parameters = self.fields.get("layers_pattern"), _names(self.fields.get("target_parameters"))
         counts = isinstance(targets, list) and layers not in (None, [])
+        if parameters:
+            targets = targets or []
+        elif not targets:
+            targets = None
         return _Chosen(
-            _names(targets) if isinstance(targets, list) and targets else None,
+            _names(targets) if isinstance(targets, list) else None,
+            parameters,
             _names(self.fields.get("exclude_modules")),
             frozenset(layer for layer in _listed(layers) if isinstance(layer, int | float)) if counts else None,
             not patterns or "layers" in _listed(patterns),
@@ -338,9 +355,19 @@ def parse_peft_config(text: bytes | memoryview, sites: ModelSites | None = None,
     _check_blocks(fields)
     _check_invocation(fields)
     _check_rope(fields)
-    max_patterns = None if sites is None else _PATTERNS_PER_COLUMN * sites.num_columns
+    if not isinstance(fields.get("target_parameters"), list | None):
+        raise PeftError(
+            f"{PEFT_CONFIG_FILE}: target_parameters is {quoted(fields['target_parameters'])}, a list of names is "
+            "expected"
+        )
+    max_patterns = None if sites is None else _max_patterns(sites.num_columns)
     patterns = (tuple(_compiled(fields, field, max_patterns, trusts)) for field in ("rank_pattern", "alpha_pattern"))
     return PeftConfig(fields, *patterns)
+
+
+def _max_patterns(num_columns: int) -> int:
+    """Each pattern is matched with the name of each linear, one expert's too: their product is bounded."""
+    return max(1, min(_PATTERNS_PER_COLUMN * num_columns, _MAX_MATCHES // num_columns))
 
 
 def check_config_bytes(num_bytes: int) -> None:
@@ -469,6 +496,11 @@ def _token_list(field: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(token) is int for token in value):
         raise PeftError(f"{PEFT_CONFIG_FILE}: {field} is {quoted(value)}, a list of token ids is expected")
     return tuple(value)
+
+
+def _ends_of(module: str) -> set[str]:
+    """The names in a list that mean a module, by PEFT's rule: its whole name, or its end after a dot."""
+    return {module.split(".", count)[-1] for count in range(module.count(".") + 1)}
 
 
 def _ends(module: str, name: object) -> bool:

@@ -16,8 +16,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -41,6 +41,7 @@ from multilora_wire.peft_config import (
     parse_peft_config,
     quoted,
 )
+from multilora_wire.peft_experts import SIDES, ExpertPair, ExpertTensors, FoundPart
 from multilora_wire.sites import (
     EMBEDDING_LORA,
     EMBEDDING_ROWS,
@@ -55,8 +56,10 @@ from multilora_wire.tensor_file import (
     MAX_HEADER_BYTES,
     ByteSource,
     FileBytes,
+    StoredMatrix,
     TensorFileError,
     TensorPlace,
+    TensorSlice,
     read_tensor_places,
 )
 
@@ -69,6 +72,9 @@ NUMPY_DTYPES: Mapping[AdapterDtype, type[np.generic]] = {"FP16": np.float16, "BF
 
 MAX_PIECE_VALUES = 1 << 20
 """Values that are read at once; 4 MiB as float32."""
+
+_MAX_UNMIXED_BYTES = 32 << 20
+"""Of matrices that alternate value by value in a tensor, so many bytes are read apart at once."""
 
 _PANEL = 16
 """Rows of B that codes are made of together; pieces of B begin at multiples."""
@@ -100,8 +106,6 @@ _HEAD_PARTS: Mapping[str, Part] = {"lora_A.weight": "a", "lora_B.weight": "b", *
 _EMBEDDING_PARTS: Mapping[str, Part] = {"lora_embedding_A": "a", "lora_embedding_B": "b", **_OUTER_PARTS}
 """The same after the names of the head and of the embeddings."""
 
-_SIDES: Mapping[Part, str] = {"a": "lora_A", "b": "lora_B"}
-
 _TRAINING_KEYS: Mapping[str, re.Pattern[str]] = {
     "velora_config": re.compile(r"\.lora_velora_embed$"),
     "monteclora_config": re.compile(
@@ -115,6 +119,9 @@ _TEXT_MODEL = re.compile(r"(?:model|(?:model\.)?(?:language_model|text_model)(?:
 pictures."""
 
 _LAYER = re.compile(r"layers\.([0-9]{1,6})\.([\w.]+)", re.ASCII)
+
+_ROUTERS = dict.fromkeys(("block_sparse_moe.gate", "mlp.router", "mlp.router.linear"), "mlp.gate")
+"""Mixtral's, gpt-oss's and Unsloth's names of the router, which has one name in all sites."""
 
 EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
 """Names of the modules before and after the layers, in a text model."""
@@ -150,18 +157,6 @@ class BaseTiles(Protocol):
     def tiles(self, name: str, shape: tuple[int, int]) -> Iterator[npt.NDArray[np.float32]]:
         """The weight `[out, in]` of the linear `name`, or `[vocabulary, hidden size]` of embeddings, by some rows."""
         ...
-
-
-@dataclass(frozen=True)
-class StoredMatrix:
-    """A matrix of a file. shape: as it is used; num_blocks: on its diagonal, which alone are in the file.
-
-    A block-diagonal matrix `[rows, columns]` is stored as `[rows, columns / num_blocks]`.
-    """
-
-    place: TensorPlace
-    shape: tuple[int, int]
-    num_blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -238,7 +233,7 @@ class FoundRows:
 
 @dataclass(frozen=True, eq=False)
 class PeftAdapter:
-    """An adapter of PEFT's files, without its values. linears: by layer and module id.
+    """An adapter of PEFT's files, without its values. linears: by layer, module id and expert.
 
     dtype: that of the file, FP32 when the file mixes several. base_model: the name that the adapter gives its model.
     outer: LoRA on the embeddings and the head. rows: rows of tokens.
@@ -264,7 +259,8 @@ class PeftAdapter:
     @property
     def origin(self) -> AdapterOrigin:
         """The model that the adapter was made for."""
-        return AdapterOrigin(tuple(_adapted(linear) for linear in self.linears), self.base_model)
+        rows = {(linear.layer, linear.module_id): _adapted(linear) for linear in self.linears}
+        return AdapterOrigin(tuple(rows.values()), self.base_model)
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,9 +291,10 @@ def read_peft(
     """
     settings = parse_peft_config(config, sites, trusts_patterns)
     places = _read_places(source, sites)
-    found, found_outside = _find_parts(places.values(), settings)
+    found, experts, found_outside = _find_parts(places.values(), settings)
     linears = [_linear(path, parts, settings, sites, model) for path, parts in found.items()]
-    linears.sort(key=lambda linear: (linear.layer, linear.module_id))
+    linears += map(_expert_linear, experts.pairs(settings, sites, model))
+    linears.sort(key=lambda linear: (linear.layer, linear.module_id, linear.expert))
     outside = _Outside(found_outside, settings, source, sites)
     outer, rows = outside.linears(), outside.rows()
     if sites is not None:
@@ -335,6 +332,7 @@ class LinearReader:
         self._copies = {rows.module_id: rows for rows in adapter.rows if rows.saved is not None}
         self._base = base
         self._dtype: AdapterDtype = dtype or adapter.dtype
+        self._unmixed: tuple[StoredMatrix | None, Array] = (None, np.empty(0))
 
     def read(self, linear: PeftLinear, bounds: Sequence[int] = ()) -> Iterator[Values]:
         """All values of a linear in their order on the wire: A, B with the scale, and the magnitude of DoRA.
@@ -455,6 +453,8 @@ class LinearReader:
 
     def _rows(self, matrix: StoredMatrix, first: int, stop: int) -> npt.NDArray[np.float32]:
         """Rows of a matrix as it is used, float32."""
+        if matrix.slice is not None:
+            return self._rows_of_slice(matrix, matrix.slice, first, stop)
         columns = matrix.shape[1]
         width = columns // matrix.num_blocks
         stored = self._values(matrix.place, first * width, stop * width).reshape(-1, width)
@@ -467,14 +467,73 @@ class LinearReader:
             rows[inside, block * width : (block + 1) * width] = stored[inside]
         return rows
 
+    def _rows_of_slice(self, matrix: StoredMatrix, part: TensorSlice, first: int, stop: int) -> npt.NDArray[np.float32]:
+        if part.num_mixed > 1:
+            return self._floats(self._read_apart(matrix, part)[first:stop], matrix.place)
+        shape, start = (stop - first, matrix.shape[1]), part.start + first * part.row_stride
+        extent = _extent(shape, part.row_stride, part.column_stride)
+        if part.column_stride == 1 or extent <= 2 * shape[0] * shape[1]:
+            run = self._values(matrix.place, start, start + extent)
+            return _strided(run, shape, part.row_stride, part.column_stride)
+        rows = np.empty(shape, np.float32)
+        height = _extent((shape[0], 1), part.row_stride, 0)
+        for column in range(shape[1]):
+            begin = start + column * part.column_stride
+            rows[:, column] = self._values(matrix.place, begin, begin + height)[:: part.row_stride]
+        return rows
+
+    def _read_apart(self, matrix: StoredMatrix, part: TensorSlice) -> Array:
+        """A matrix that alternates with others, value by value, as the file has its values.
+
+        Others of them are kept, as many as `_MAX_UNMIXED_BYTES` hold, so that the tensor is not read for each anew.
+        """
+        place, (height, width), count = matrix.place, matrix.shape, part.num_mixed
+        item = np.dtype(_ITEM_DTYPES[place.dtype])
+        number = part.start % count
+        at_once = max(1, min(count, _MAX_UNMIXED_BYTES // (height * width * item.itemsize)))
+        first = number // at_once * at_once
+        key = replace(matrix, slice=replace(part, start=part.start - number + first))
+        if self._unmixed[0] != key:
+            self._unmixed = (None, np.empty(0))
+            self._unmixed = (key, self._unmix(key, min(at_once, count - first)))
+        apart: Array = self._unmixed[1][number - first]
+        return apart
+
+    def _unmix(self, matrix: StoredMatrix, at_once: int) -> Array:
+        """`at_once` neighbours of the matrices that alternate, from this one on: `[at_once, rows, columns]`."""
+        place, part = matrix.place, matrix.slice
+        assert part is not None, "of a tensor"
+        count, number = part.num_mixed, part.start % part.num_mixed
+        is_by_rows = part.row_stride >= part.column_stride
+        (num_lines, length), stride = matrix.shape, part.row_stride
+        if not is_by_rows:
+            num_lines, length, stride = length, num_lines, part.column_stride
+        apart = np.empty((at_once, num_lines, length), _ITEM_DTYPES[place.dtype])
+        step = max(1, MAX_PIECE_VALUES // stride)
+        for first in range(0, num_lines, step):
+            stop = min(first + step, num_lines)
+            begin = part.start - number + first * stride
+            run = self._stored(place, begin, begin + (stop - first - 1) * stride + length * count)
+            lines = np.lib.stride_tricks.as_strided(
+                run, (stop - first, length, count), (stride * run.itemsize, count * run.itemsize, run.itemsize)
+            )
+            apart[:, first:stop] = lines[:, :, number : number + at_once].transpose(2, 0, 1)
+        return apart if is_by_rows else apart.transpose(0, 2, 1)
+
     def _values(self, place: TensorPlace, first: int, stop: int) -> npt.NDArray[np.float32]:
         """Values of a tensor by their places in it, float32. Raises PeftError unless all are finite."""
+        return self._floats(self._stored(place, first, stop), place)
+
+    def _stored(self, place: TensorPlace, first: int, stop: int) -> Array:
+        """Values of a tensor by their places in it, as NumPy has them."""
         item = np.dtype(_ITEM_DTYPES[place.dtype])
         try:
             data = self._source.read(place.start + first * item.itemsize, place.start + stop * item.itemsize)
         except TensorFileError as error:
             raise PeftError(f"{PEFT_WEIGHTS_FILE}: {error}") from None
-        stored = np.frombuffer(data, item)
+        return np.frombuffer(data, item)
+
+    def _floats(self, stored: Array, place: TensorPlace) -> npt.NDArray[np.float32]:
         values = bfloat16_to_float32(stored) if place.dtype == "BF16" else stored.astype(np.float32)
         if not np.isfinite(values).all():
             raise PeftError(f"{_shown(place)} holds NaN or infinite values")
@@ -522,6 +581,18 @@ def describe_foreign(names: Collection[str]) -> str:
     return ""
 
 
+def _extent(shape: tuple[int, int], row_stride: int, column_stride: int) -> int:
+    """Values from the first to the last value of a part of a tensor."""
+    return (shape[0] - 1) * row_stride + (shape[1] - 1) * column_stride + 1
+
+
+def _strided(
+    run: npt.NDArray[np.float32], shape: tuple[int, int], row_stride: int, column_stride: int
+) -> npt.NDArray[np.float32]:
+    strides = (row_stride * run.itemsize, column_stride * run.itemsize)
+    return np.lib.stride_tricks.as_strided(run, shape, strides)
+
+
 def _row_pieces(bounds: Sequence[int], columns: int, unit: int) -> Iterator[tuple[int, int]]:
     """Runs of rows between bounds: whole units of rows, of at most `MAX_PIECE_VALUES` values or one unit."""
     step = max(1, MAX_PIECE_VALUES // (columns * unit)) * unit
@@ -565,20 +636,18 @@ class _Module:
         return f"layers.{self.layer}.{self.linear}"
 
 
-@dataclass(frozen=True)
-class _FoundPart:
-    """A tensor of a module. peft_name: of the module in PEFT's model, which patterns of the configuration match."""
-
-    place: TensorPlace
-    peft_name: str
+_Parts = dict[Part, FoundPart]
 
 
-_Parts = dict[Part, _FoundPart]
+def _find_parts(
+    places: Collection[TensorPlace], config: PeftConfig
+) -> tuple[dict[_Module, _Parts], ExpertTensors, dict[str, _Parts]]:
+    """The tensors of each linear of a layer, of experts, and of `EMBEDDINGS` and `HEAD`.
 
-
-def _find_parts(places: Collection[TensorPlace], config: PeftConfig) -> tuple[dict[_Module, _Parts], dict[str, _Parts]]:
-    """The tensors of each linear of a layer, and of `EMBEDDINGS` and `HEAD`. Every tensor has a part or is an error."""
+    Every tensor has a part or is an error.
+    """
     found: dict[_Module, _Parts] = {}
+    experts = ExpertTensors()
     outside: dict[str, _Parts] = {}
     for place in places:
         if any(config.is_on(field) and pattern.search(place.key) for field, pattern in _TRAINING_KEYS.items()):
@@ -588,16 +657,19 @@ def _find_parts(places: Collection[TensorPlace], config: PeftConfig) -> tuple[di
             parts = outside.setdefault(name, {})
         else:
             module, peft_name, part = _split_key(place)
+            side = part if part == "a" or part == "b" else None
+            if experts.add(module.layer, module.linear, side, FoundPart(place, peft_name)):
+                continue
             parts = found.setdefault(module, {})
         if part in parts:
             raise PeftError(f"{_shown(place)} and {_shown(parts[part].place)} are the same matrix")
-        parts[part] = _FoundPart(place, peft_name)
-    if not found and not outside:
+        parts[part] = FoundPart(place, peft_name)
+    matrices = chain((part for parts in found.values() for part in parts.values()), experts.parts())
+    if (first := next(matrices, None)) is None and not outside:
         raise PeftError(f"{PEFT_WEIGHTS_FILE} holds no matrices")
-    if found and config.trains_tokens_alone:
-        first = next(iter(next(iter(found.values())).values()))
+    if first is not None and config.trains_tokens_alone:
         raise PeftError(f"{_shown(first.place)}: {PEFT_CONFIG_FILE} says peft_type TRAINABLE_TOKENS, which has no LoRA")
-    return found, outside
+    return found, experts, outside
 
 
 def _split_outer_key(place: TensorPlace) -> tuple[str, str, Part] | None:
@@ -617,7 +689,7 @@ def _split_key(place: TensorPlace) -> tuple[_Module, str, Part]:
     for ending, part in _PARTS.items():
         name = key.removesuffix(f".{ending}")
         if name != key and (prefix := _TEXT_MODEL.match(name)) and (layer := _LAYER.fullmatch(name, prefix.end())):
-            return _Module(int(layer[1]), layer[2]), name, part
+            return _Module(int(layer[1]), _ROUTERS.get(layer[2], layer[2])), name, part
     for pattern, reason in _REFUSED_KEYS.items():
         if pattern.search(place.key):
             separator = " " if reason.startswith("is ") else ": "
@@ -630,19 +702,24 @@ def _split_key(place: TensorPlace) -> tuple[_Module, str, Part]:
 
 
 def _linear(
-    module: _Module, parts: Mapping[Part, _FoundPart], config: PeftConfig, sites: ModelSites | None, model: str
+    module: _Module, parts: Mapping[Part, FoundPart], config: PeftConfig, sites: ModelSites | None, model: str
 ) -> PeftLinear:
     first = next(iter(parts.values()))
     module_id = _module_id(module, first.place, config, sites, model)
-    for part, side in _SIDES.items():
+    for part, side in SIDES.items():
         if part not in parts:
             raise PeftError(f"{_shown(first.place)} has no {side} beside it")
-    config.check_target(first.peft_name, module.layer)
+    config.check_target(name := config.settings_name(first.peft_name), module.layer)
     a_blocks, b_blocks = config.num_blocks(first.peft_name)
     a, b = _matrix(parts["a"].place, a_blocks), _matrix(parts["b"].place, b_blocks)
-    scaling = config.scaling(first.peft_name, _check_ranks(a, b, config, first.peft_name))
+    scaling = config.scaling(name, _check_ranks(a, b, config, name))
     magnitude = parts["magnitude"].place if "magnitude" in parts else None
     return PeftLinear(f"model.{module.name}", module_id, module.layer, a, b, scaling, magnitude)
+
+
+def _expert_linear(pair: ExpertPair) -> PeftLinear:
+    module = pair.module
+    return PeftLinear(pair.name, module.module_id, module.layer, pair.a, pair.b, pair.scaling, expert=pair.expert)
 
 
 def _module_id(module: _Module, place: TensorPlace, config: PeftConfig, sites: ModelSites | None, model: str) -> int:
@@ -722,7 +799,7 @@ class _Outside:
         with_lora = {name: parts for name, parts in self._found.items() if {"a", "b", "magnitude"} & parts.keys()}
         for name, parts in with_lora.items():
             first = next(iter(parts.values()))
-            for part, side in _SIDES.items():
+            for part, side in SIDES.items():
                 if part not in parts:
                     raise PeftError(f"{_shown(first.place)} has no {side} beside it")
             for other in self._found if self._sites.is_tied else (name,):

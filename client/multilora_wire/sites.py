@@ -48,6 +48,22 @@ ModuleKind = Literal["linear", "embedding", "rows"]
 
 
 @dataclass(frozen=True)
+class ExpertsForm:
+    """How the code of a model in transformers holds the experts of a layer; files of adapters on experts follow it.
+
+    is_interleaved: rows of gate and up alternate in `gate_up_proj`; otherwise all rows of gate come first.
+    is_transposed: `gate_up_proj` and `down_proj` are `[experts, in, out]`, not `[experts, out, in]`.
+    """
+
+    is_interleaved: bool = False
+    is_transposed: bool = False
+
+
+PLAIN_EXPERTS = ExpertsForm()
+GPT_OSS_EXPERTS = ExpertsForm(is_interleaved=True, is_transposed=True)
+
+
+@dataclass(frozen=True)
 class AdapterSite:
     """A linear of the model that adapters may change: y = x W^T becomes y = x W^T + x A^T B^T.
 
@@ -134,12 +150,14 @@ class ModelSites:
     outer: the embeddings and the head; None where they are not known, and adapters may not change them.
     left_out: modules and parts outside the layers that the model has, and that adapters may not change: see
         `restricted_to`.
+    experts_form: how transformers holds the experts, where the model has any.
     """
 
     sites: tuple[AdapterSite, ...]
     modules: tuple[WireModule, ...]
     outer: OuterSites | None = None
     left_out: tuple[WireModule, ...] = ()
+    experts_form: ExpertsForm = PLAIN_EXPERTS
 
     def restricted_to(self, names: Collection[str]) -> ModelSites:
         """The same linears, with the modules alone that change linears of the modules `names`, and no others.
@@ -311,13 +329,18 @@ def shared_expert_shapes(hidden_size: int, shared_size: int) -> list[SiteShape]:
 
 
 def model_sites(
-    layers: Iterable[Sequence[SiteShape]], hidden_size: int, vocab_size: int = 0, is_tied: bool = False
+    layers: Iterable[Sequence[SiteShape]],
+    hidden_size: int,
+    vocab_size: int = 0,
+    is_tied: bool = False,
+    experts_form: ExpertsForm = PLAIN_EXPERTS,
 ) -> ModelSites:
     """Sites of a decoder by the linears of each layer, which may differ.
 
     layers: of each the shapes by `attention_shapes`, and by `mlp_shapes` or by `expert_shapes`, beside which
         `shared_expert_shapes` may stand.
     vocab_size: 0 for a model whose embeddings and head adapters may not change. is_tied: both are one matrix.
+    experts_form: how transformers holds the experts.
     """
     sites: list[AdapterSite] = []
     modules: list[WireModule] = []
@@ -330,7 +353,8 @@ def model_sites(
             column += shape.experts
         sites += site_of.values()
         modules += _wire_modules(site_of)
-    return ModelSites(tuple(sites), tuple(modules), _outer_sites(column, vocab_size, hidden_size, is_tied))
+    outer = _outer_sites(column, vocab_size, hidden_size, is_tied)
+    return ModelSites(tuple(sites), tuple(modules), outer, experts_form=experts_form)
 
 
 def decoder_sites(

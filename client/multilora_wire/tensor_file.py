@@ -105,6 +105,34 @@ class TensorPlace:
     stop: int
 
 
+@dataclass(frozen=True)
+class TensorSlice:
+    """A matrix within a tensor: the value of a row and a column is number `start + row * row_stride + column *
+    column_stride` of the tensor.
+
+    num_mixed: so many matrices of one shape alternate value by value, and this one is number `start % num_mixed`.
+    """
+
+    start: int
+    row_stride: int
+    column_stride: int
+    num_mixed: int = 1
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix of a file. shape: as it is used. num_blocks: on its diagonal, which alone are in the file.
+
+    A block-diagonal matrix `[rows, columns]` is stored as `[rows, columns / num_blocks]`.
+    slice: the part of the tensor that the matrix is; None for a tensor that is the matrix.
+    """
+
+    place: TensorPlace
+    shape: tuple[int, int]
+    num_blocks: int = 1
+    slice: TensorSlice | None = None
+
+
 def read_tensor_places(source: ByteSource, max_header_bytes: int = MAX_HEADER_BYTES) -> dict[str, TensorPlace]:
     """The tensors of a file, by their names, in the order of the header. Raises TensorFileError."""
     if source.num_bytes < _LENGTH_BYTES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,14 @@ from peft import (
     save_as_lora,
 )
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.numpy import save_file as save_numpy_file
 from safetensors.torch import save_file
+from support.expert_adapters import DOWN, GATE, PLAIN, UP, all_experts, numbered, random_factors, wrapped
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Phi3Config, Starcoder2Config
 
 from multilora_client import AdapterError, AdapterFiles, AdapterTensors, convert_peft, load_adapter
+from multilora_wire.peft_config import PEFT_WEIGHTS_FILE
+from multilora_wire.sites import PLAIN_EXPERTS
 
 MODULES = {
     1: "self_attn.q_proj",
@@ -133,7 +137,7 @@ SETTINGS: dict[str, list[Any]] = {
     "layer_replication": [[[0, 2], [1, 2]]],
     "runtime_config": [{"ephemeral_gpu_offload": True}],
     "lora_bias": [True],
-    "target_parameters": [["up_proj.weight"]],
+    "target_parameters": [["k_proj.weight"]],
     "use_bdlora": [{"nblocks": 2, "target_modules_bd_a": ["o_proj"], "target_modules_bd_b": ["q_proj", "up_proj"]}],
     "arrow_config": [{"top_k": 2}, {}],
     "kasa_config": [{"beta": 1e-3}, {}],
@@ -571,3 +575,55 @@ def test_a_checkpoint_a_file_and_a_folder_of_adapters_are_told_by_what_they_are(
         AdapterError, match=r"lora\.gguf is a file, and an adapter is a directory\. .*llama\.cpp's form"
     ):
         load_adapter(tmp_path / "lora.gguf")
+
+
+def save_experts(directory: Path, tensors: Mapping[str, np.ndarray], **fields: Any) -> Path:
+    directory.mkdir()
+    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "peft_version": "0.21.2"} | fields
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    save_numpy_file({key: np.ascontiguousarray(value) for key, value in tensors.items()}, directory / PEFT_WEIGHTS_FILE)
+    return directory
+
+
+def test_a_row_of_experts_is_all_a_then_all_b_with_zeros_for_the_experts_that_lack(tmp_path: Path) -> None:
+    """Ranks differ: a row has one rank, that of its largest expert, and the rest is zero."""
+    factors = random_factors(PLAIN, layers=[1])
+    lacking = {place: pair for place, pair in factors.items() if place not in {(1, UP, 0), (1, DOWN, 2)}}
+    a, b = lacking[1, GATE, 1]
+    lacking[1, GATE, 1] = (a[:1], b[:, :1])
+    patterns = {"rank_pattern": {"experts.1.gate_proj": 1}, "alpha_pattern": {"experts.1.gate_proj": 2}}
+    saved = save_experts(tmp_path / "experts", numbered(lacking), **patterns)
+
+    tensors = convert_peft(saved, "float32", sites=PLAIN)
+
+    assert tensors.config.tolist() == [[GATE, 1, 3, 0], [DOWN, 1, 3, 0], [UP, 1, 3, 0]]
+    for row, (module_id, layer, rank, _) in zip(tensors.weights, tensors.config.tolist(), strict=True):
+        module = PLAIN.module_at[layer, module_id]
+        values = np.zeros((module.experts, rank * module.in_size)), np.zeros((module.experts, module.out_size, rank))
+        for expert in range(module.experts):
+            if (pair := lacking.get((layer, module_id, expert))) is not None:
+                values[0][expert, : pair[0].size] = pair[0].ravel()
+                values[1][expert, :, : pair[1].shape[1]] = 2 * pair[1]
+        expected = np.concatenate([part.ravel() for part in values])
+        np.testing.assert_array_equal(row[: len(expected)], expected)
+        assert not row[len(expected) :].any()
+    assert tensors.origin is not None
+    assert tensors.origin.fits(PLAIN)
+
+
+def test_every_form_of_an_adapter_on_experts_is_converted_to_the_same_rows(tmp_path: Path) -> None:
+    factors = random_factors(PLAIN)
+    forms = [numbered(factors), wrapped(factors, PLAIN_EXPERTS), all_experts(factors, PLAIN_EXPERTS)]
+    first, *others = (
+        convert_peft(save_experts(tmp_path / str(index), form), sites=PLAIN) for index, form in enumerate(forms)
+    )
+    for other in others:
+        np.testing.assert_array_equal(first.weights, other.weights)
+        np.testing.assert_array_equal(first.config, other.config)
+
+
+def test_experts_are_converted_with_the_base_alone(tmp_path: Path) -> None:
+    saved = save_experts(tmp_path / "experts", numbered(random_factors(PLAIN)))
+
+    with pytest.raises(AdapterError, match=r"config\.json: name its directory \(multilora convert --base-model DIR\)"):
+        convert_peft(saved)

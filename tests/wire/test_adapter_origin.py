@@ -59,8 +59,8 @@ PLAIN = decoder_sites(3, 64, 64, 32, 96, mlp_linears=("c_fc", "c_proj"))
         (
             AdaptedLinear("model.layers.0.mlp.up_proj", 7, 0, 64, 96),
             PLAIN,
-            "the adapter was made for acme/other, not for tiny: model.layers.0.mlp.up_proj is a linear there, and the "
-            "layers here have q_proj, k_proj, v_proj, o_proj, c_fc, c_proj",
+            "the adapter was made for acme/other, not for tiny: model.layers.0.mlp.up_proj is a linear there, and "
+            "layer 0 here has q_proj, k_proj, v_proj, o_proj, c_fc, c_proj",
         ),
     ],
 )

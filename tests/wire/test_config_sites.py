@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    GptOssConfig,
     LlamaConfig,
     MixtralConfig,
     OlmoeConfig,
@@ -70,6 +71,18 @@ def test_sites_are_the_linears_of_transformers(name: str) -> None:
     assert {s.name: (s.in_size, s.out_size, s.experts) for s in sites.sites} == shapes_by_transformers(config)
     assert sites.outer is not None
     assert (sites.outer.vocab_size, sites.outer.is_tied) == (31, config.tie_word_embeddings)
+
+
+@pytest.mark.parametrize("name", ["qwen3 moe", "qwen2 moe", "olmoe", "mixtral", "gpt-oss"])
+def test_the_form_of_experts_is_that_of_transformers(name: str) -> None:
+    gpt_oss = GptOssConfig(**SHAPE, head_dim=10, num_local_experts=5)
+    config = gpt_oss if name == "gpt-oss" else CONFIGS[name]
+    with torch.device("meta"):
+        experts = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).model.layers[-1].mlp.experts
+
+    form = config_sites(config.to_dict()).experts_form
+
+    assert (form.is_transposed, form.is_interleaved) == (experts.is_transposed, not experts.is_concatenated)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tracemalloc
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
 from peft.tuners.lora.variants import calculate_alora_offsets
+from safetensors.numpy import save
 from safetensors.torch import save_file
 from support.adapters import SPANNING, TINY, wire_adapter
+from support.expert_adapters import FORMS, GPT_OSS, PLAIN, numbered, random_factors, shared_outer, wrapped
 from support.sources import NO_BASE
 from transformers import LlamaConfig
 
@@ -32,7 +35,7 @@ from multilora_engine.lora.sources.source import LocalAdapter, Unusable
 from multilora_wire import peft_files
 from multilora_wire.layout import AdapterLayout, adapter_layout, adapter_pages, num_values
 from multilora_wire.peft_files import read_peft
-from multilora_wire.sites import decoder_sites
+from multilora_wire.sites import PLAIN_EXPERTS, ModelSites, decoder_sites
 from multilora_wire.tensor_file import MemoryBytes
 
 ALL_MODULES = [(m, layer, 1 + (m * 5 + layer) % 16) for layer in range(3) for m in (1, 2, 3, 4, 5, 6, 7)]
@@ -363,6 +366,45 @@ def test_an_adapter_has_one_digest_as_tensors_as_files_and_from_a_source(
     assert torch.equal(as_files.pages, as_tensors.pages)
     assert torch.equal(from_source.pages, as_tensors.pages)
     assert as_files.digest == from_source.digest == as_tensors.digest
+
+
+def pack_experts(tensors: Mapping[str, np.ndarray], layout: AdapterLayout) -> PackedAdapter:
+    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "peft_version": "0.21.2"}
+    data = save({key: np.ascontiguousarray(value) for key, value in tensors.items()})
+    return pack_peft(read_peft(json.dumps(config).encode(), MemoryBytes(data), layout.sites), layout, NO_BASE)
+
+
+@pytest.mark.parametrize("lora_dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("sites", [PLAIN, GPT_OSS], ids=["halves", "alternating"])
+def test_an_adapter_on_experts_has_one_digest_in_every_form(sites: ModelSites, lora_dtype: str, tmp_path: Path) -> None:
+    layout = adapter_layout(sites, 4, lora_dtype)
+    factors = random_factors(sites, has_shared_sides=True)
+    forms = {name: form(factors, sites.experts_form) for name, form in FORMS.items()}
+    forms |= {
+        f"{name}, shared": shared_outer(tensors) for name, tensors in forms.items() if name.startswith("all experts")
+    }
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 3, "lora_alpha": 6}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(save(forms["one expert a tensor"]))
+    wire = convert_peft(tmp_path, sites=sites)
+
+    packed = {name: pack_experts(tensors, layout) for name, tensors in forms.items()}
+    packed["converted"] = pack_adapter(torch.from_numpy(wire.weights), torch.from_numpy(wire.config), layout)
+
+    assert len(packed) == len(FORMS) + 3
+    first = packed["one expert a tensor"]
+    for name, other in packed.items():
+        assert other.rows == first.rows, name
+        assert torch.equal(other.pages, first.pages), name
+        assert other.digest == first.digest, name
+
+
+def test_an_expert_that_a_file_lacks_has_the_digest_of_one_without_an_update() -> None:
+    layout = adapter_layout(PLAIN, 4, "float32")
+    factors = random_factors(PLAIN)
+    without = {place: pair for place, pair in factors.items() if place[2] != 1}
+    zero = factors | {place: (a, 0 * b) for place, (a, b) in factors.items() if place[2] == 1}
+
+    assert pack_experts(numbered(without), layout).digest == pack_experts(wrapped(zero, PLAIN_EXPERTS), layout).digest
 
 
 def pack_folder(folder: Path, layout: AdapterLayout = TINY) -> PackedAdapter:
