@@ -18,6 +18,7 @@ from multilora_engine.models.quantization.weights import CodedWeight
 from multilora_engine.models.rope_config import Rope
 from multilora_engine.models.weights import (
     EmbeddingWeight,
+    ExpertWeights,
     FloatFormat,
     LinearWeight,
     Placement,
@@ -102,11 +103,14 @@ class Storage:
 
 @dataclass(frozen=True)
 class RandomCodes:
-    """Linears of random codes; the head and the embeddings are floats, as in most quantised checkpoints."""
+    """Linears of random codes; routers, experts, the head and the embeddings are floats."""
 
     placement: Placement
     code_type: CodeType
     group_size: int
+
+    def stores(self, name: str) -> bool:
+        return False
 
     def linear(self, parts: Sequence[StoredPart], in_features: int) -> LinearWeight:
         layout = Layout(self.code_type, min(self.group_size, in_features), self.placement.activation_dtype)
@@ -114,6 +118,12 @@ class RandomCodes:
         weight = self.placement.quantized_weight(*shape, layout.code_type, layout.group_size, layout.scale_dtype)
         fill_with_codes(weight, self.placement.device, scale=0.01)
         return CodedWeight(weight, layout, [], None)
+
+    def router(self, part: StoredPart, in_features: int) -> LinearWeight:
+        return FloatFormat(self.placement).router(part, in_features)
+
+    def experts(self, parts: Sequence[Sequence[StoredPart]], in_features: int, stacked_as: str) -> ExpertWeights:
+        return FloatFormat(self.placement).experts(parts, in_features, stacked_as)
 
     def head(self, part: StoredPart, in_features: int) -> EmbeddingWeight:
         return FloatFormat(self.placement).head(part, in_features)

@@ -51,6 +51,28 @@ def test_the_layout_of_a_checkpoint_is_the_engines(tmp_path: Path, changes: dict
     assert read_layout(tmp_path, 64, dtype) == checkpoint_layout(tmp_path, 64, dtype)
 
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "Qwen3MoeForCausalLM": {"num_experts": 6, "moe_intermediate_size": 72, "mlp_only_layers": [1]},
+    "Qwen2MoeForCausalLM": {
+        "num_experts": 6,
+        "moe_intermediate_size": 72,
+        "shared_expert_intermediate_size": 200,
+        "decoder_sparse_step": 2,
+    },
+    "OlmoeForCausalLM": {"num_experts": 6, "pad_token_id": 0, "eos_token_id": 0},
+    "MixtralForCausalLM": {"num_local_experts": 6},
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_layout_of_a_mixture_is_the_engines(tmp_path: Path, name: str) -> None:
+    fields = {"architectures": [name], "model_type": FAMILIES[name].model_type, "num_experts_per_tok": 2}
+    write_config(tmp_path, LLAMA | fields | MIXTURES[name])
+    layout = read_layout(tmp_path, 16, "bfloat16")
+    assert layout == checkpoint_layout(tmp_path, 16, "bfloat16")
+    assert {site.experts for site in layout.sites.sites} == {1, 6}
+
+
 def test_a_text_part_within_a_model_of_several_kinds_of_input_is_read(tmp_path: Path) -> None:
     alone = read_layout(write_config(tmp_path, LLAMA), 64, "float32")
     assert read_layout(write_config(tmp_path, {"text_config": LLAMA}), 64, "float32") == alone

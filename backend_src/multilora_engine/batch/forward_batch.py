@@ -13,10 +13,14 @@ from multilora_kernels import LoRASegments, LoRATables, PagedSequences, TokenRow
 
 @dataclass(frozen=True)
 class LoRABatch:
-    """The adapters of one step, in the form that linears read: where the weights lie, and which tokens use them."""
+    """The adapters of one step, in the form that linears read: where the weights lie, and which tokens use them.
+
+    mapping: of `TokenLoRAs`, which `segments` are made of.
+    """
 
     tables: LoRATables
     segments: LoRASegments
+    mapping: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,8 @@ class TokenLoRAs:
 
     def batched(self) -> LoRABatch:
         """Computed on the device, so that a CUDA graph reads the values that `mapping` has when the graph runs."""
-        return LoRABatch(self.tables, lora_segments(self.mapping, max_loras=len(self.tables.rank)))
+        segments = lora_segments(self.mapping, max_loras=len(self.tables.rank))
+        return LoRABatch(self.tables, segments, self.mapping)
 
 
 @dataclass(frozen=True)

@@ -101,13 +101,16 @@ def faults_named(step: str, device: torch.device) -> Iterator[None]:
 
 
 def operator_shapes(model: Model, tables: LoRATables, block_size: int, kv_dtype: torch.dtype) -> OperatorShapes:
-    """The shapes of a model's operators: each width of a linear once, and queries, keys and values as one."""
+    """The shapes of a model's operators: each width of a linear once, and queries, keys and values as one.
+
+    Experts have operators of their own.
+    """
     # Imported here: Triton comes with the CUDA builds of torch only.
     from multilora_kernels.cuda.block_sizes import capability, row_bounds
 
     config = model.config
     bounds = row_bounds(capability(tables.arena.device))
-    widths = {(site.in_size, (site.out_size,)) for site in model.adapter_sites.sites}
+    widths = {(site.in_size, (site.out_size,)) for site in model.adapter_sites.sites if site.experts == 1}
     coded = [switch.codes for switch in model.weight_switches]
     fused = (config.hidden_size, (config.q_size, config.kv_size, config.kv_size))
     ropes = [config.ropes[name] if name else None for name in dict.fromkeys(config.layer_ropes)]

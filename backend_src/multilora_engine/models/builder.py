@@ -8,7 +8,16 @@ from dataclasses import dataclass, field, replace
 from multilora_engine.models.linear import LoRALinear, bias_places, stored_parts
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.norms import LayerNorm, RMSNorm
-from multilora_engine.models.weights import Destination, LinearWeight, Placement, VectorPlace, WeightFormat, num_outputs
+from multilora_engine.models.weights import (
+    Destination,
+    ExpertWeights,
+    Placement,
+    StoredPart,
+    StoredWeight,
+    VectorPlace,
+    WeightFormat,
+    num_outputs,
+)
 from multilora_wire.sites import AdapterSite
 
 _ROOT = "model."
@@ -28,7 +37,7 @@ class Builder:
     format: WeightFormat
     prefix: str = _ROOT
     tensors: dict[str, Destination] = field(default_factory=dict)
-    weights: list[LinearWeight] = field(default_factory=list)
+    weights: list[StoredWeight] = field(default_factory=list)
 
     @property
     def placement(self) -> Placement:
@@ -38,12 +47,23 @@ class Builder:
         """Makes the pieces of one layer."""
         return replace(self, prefix=f"{_ROOT}layers.{index}.")
 
+    def has(self, path: str) -> bool:
+        """Whether the model has a site at `path`."""
+        return self._site_name(path) in self.sites
+
+    def site(self, path: str) -> AdapterSite:
+        return self.sites[self._site_name(path)]
+
+    def stores(self, path: str) -> bool:
+        """Whether the checkpoint has a tensor at `path`."""
+        return self.format.stores(f"{self.prefix}{path}")
+
     def linear(self, paths: Sequence[str], has_bias: bool, stored_as: str = "") -> LoRALinear:
         """One linear for the sites at `paths`, whose outputs it stacks.
 
         stored_as: the path of the one linear that the checkpoint has in place of them all.
         """
-        sites = [self.sites[f"{self.prefix}{path}".removeprefix(_ROOT)] for path in paths]
+        sites = [self.site(path) for path in paths]
         parts = stored_parts(sites, [self.prefix + path for path in ([stored_as] if stored_as else paths)])
         weight = self.format.linear(parts, sites[0].in_size)
         bias = self.placement.vectors(num_outputs(parts)) if has_bias else None
@@ -52,6 +72,28 @@ class Builder:
             self.tensors.update(bias_places(bias, parts))
         self.weights.append(weight)
         return LoRALinear(sites, weight, bias)
+
+    def router(self, path: str, stored_as: str) -> LoRALinear:
+        """The router of a mixture, which chooses among the outputs of the site at `path`."""
+        site = self.site(path)
+        weight = self.format.router(StoredPart(self.prefix + stored_as, 0, site.out_size), site.in_size)
+        self.tensors.update(weight.checkpoint_tensors())
+        self.weights.append(weight)
+        return LoRALinear([site], weight, None)
+
+    def experts(self, paths: Sequence[str], stored_as: Sequence[str], stacked_as: str) -> ExpertWeights:
+        """The weights of all experts at `paths`, whose outputs each expert stacks.
+
+        stored_as: for each path the checkpoint's own, with `{}` in the place of the expert's number.
+        stacked_as: see `WeightFormat.experts`; a path.
+        """
+        sites = [self.site(path) for path in paths]
+        names = [[self.prefix + path.format(expert) for path in stored_as] for expert in range(sites[0].experts)]
+        parts = [stored_parts(sites, of_expert) for of_expert in names]
+        weights = self.format.experts(parts, sites[0].in_size, self.prefix + stacked_as)
+        self.tensors.update(weights.checkpoint_tensors())
+        self.weights.append(weights)
+        return weights
 
     def rms_norm(self, path: str, size: int = 0, offset: float = 0.0) -> RMSNorm:
         """size: of the last dimension, 0 for the hidden size. offset: added to the checkpoint's weights."""
@@ -66,3 +108,6 @@ class Builder:
         if has_bias:
             self.tensors[f"{self.prefix}{path}.bias"] = VectorPlace(bias)
         return LayerNorm(weight, bias if has_bias else None, self.config.norm_eps)
+
+    def _site_name(self, path: str) -> str:
+        return f"{self.prefix}{path}".removeprefix(_ROOT)

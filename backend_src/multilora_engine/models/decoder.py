@@ -22,9 +22,9 @@ from multilora_engine.models.rope_config import AdapterRopes, Rope
 from multilora_engine.models.rotary import RotaryEmbedding, Rotation
 from multilora_engine.models.weights import (
     Destination,
-    LinearWeight,
     ReadablePlace,
     StoredPart,
+    StoredWeight,
     WeightFormat,
     WeightSwitch,
 )
@@ -227,7 +227,7 @@ class Decoder:
         return x, update
 
     @property
-    def _weights(self) -> list[LinearWeight]:
+    def _weights(self) -> list[StoredWeight]:
         outer = {id(weight): weight for weight in (self._lm_head, self._embeddings)}
         return [*self._builder.weights, *outer.values()]
 

@@ -40,6 +40,8 @@ _READ = frozenset(
         "attention_bias",
         "attention_multiplier",
         "attn_logit_softcapping",
+        "clip_qkv",
+        "decoder_sparse_step",
         "embedding_multiplier",
         "final_logit_softcapping",
         "head_dim",
@@ -50,13 +52,21 @@ _READ = frozenset(
         "logit_scale",
         "logits_scaling",
         "mlp_bias",
+        "mlp_only_layers",
+        "moe_intermediate_size",
         "no_rope_layers",
         "norm_epsilon",
+        "norm_topk_prob",
+        "num_experts",
+        "num_experts_per_tok",
         "num_key_value_heads",
+        "num_local_experts",
+        "qkv_bias",
         "query_pre_attn_scalar",
         "residual_multiplier",
         "rms_norm_eps",
         "rope_parameters",
+        "shared_expert_intermediate_size",
         "sliding_window",
         "tie_word_embeddings",
         "use_bias",
@@ -76,10 +86,13 @@ _WITHOUT_EFFECT = frozenset(
         "max_window_layers",  # becomes layer_types
         "no_rope_layer_interval",  # becomes no_rope_layers
         "original_max_position_embeddings",  # becomes part of rope_parameters
+        "output_router_logits",  # of training's loss
         "pad_token_id",
         "pretraining_tp",
         "resid_pdrop",
         "residual_dropout",
+        "router_aux_loss_coef",
+        "router_jitter_noise",  # of training
         "use_cache",
         "use_sliding_window",  # becomes sliding_window
     }

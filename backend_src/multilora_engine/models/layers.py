@@ -16,12 +16,15 @@ from multilora_engine.models.norms import Norm
 from multilora_engine.models.rotary import Rotation
 from multilora_kernels import (
     AttentionOptions,
+    ExpertLoRA,
     LayerStep,
     PackedLayer,
     PagedSequences,
+    expert_mlp,
     gelu_tanh,
     gelu_tanh_mul,
     rotary_attention,
+    route,
     silu_mul,
 )
 from multilora_wire.sites import GATED_MLP, PLAIN_MLP
@@ -141,10 +144,10 @@ class MLP(Protocol):
 class GatedMLP:
     """down(activation(gate(x)) * up(x)), gate and up fused."""
 
-    def __init__(self, builder: Builder, stored_as: str = "") -> None:
-        """stored_as: path of the one linear that the checkpoint has in place of gate and up."""
+    def __init__(self, builder: Builder, stored_as: str = "", path: str = "mlp") -> None:
+        """stored_as: path of the one linear that the checkpoint has in place of gate and up. path: of the MLP."""
         config = builder.config
-        gate, up, down = (f"mlp.{name}" for name in GATED_MLP)
+        gate, up, down = (f"{path}.{name}" for name in GATED_MLP)
         self.gate_up = builder.linear([gate, up], config.mlp_bias, stored_as)
         self.down = builder.linear([down], config.mlp_bias)
         self._product = _PRODUCTS[config.activation]
@@ -164,6 +167,66 @@ class PlainMLP:
 
     def forward(self, x: torch.Tensor, lora: LoRABatch | None) -> torch.Tensor:
         return self._second.forward(self._activation(self._first.forward(x, lora)), lora)
+
+
+class SharedExpert:
+    """sigmoid(gate(x)) * mlp(x), for all tokens, as in Qwen 2's mixtures."""
+
+    PATH = "mlp.shared_expert"
+
+    def __init__(self, builder: Builder) -> None:
+        self._mlp = GatedMLP(builder, path=self.PATH)
+        self._gate = builder.linear([f"{self.PATH}_gate"], has_bias=False)
+
+    def forward(self, x: torch.Tensor, lora: LoRABatch | None) -> torch.Tensor:
+        gate = self._gate.forward(x, lora)
+        # torch.sigmoid computes the last elements of a tensor by another function: the bits would depend on the batch.
+        share = torch.cat((gate, torch.zeros_like(gate)), dim=1).softmax(dim=1)[:, :1]
+        return self._mlp.forward(x, lora) * share
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """A checkpoint's names of a mixture and of each expert's linears.
+
+    path: of the mixture. linears: gate, up and down.
+    """
+
+    path: str
+    linears: tuple[str, str, str]
+
+
+STACKED_EXPERTS = ExpertNames("mlp", GATED_MLP)
+"""The names in checkpoints with one tensor of all experts, whatever the family."""
+
+
+class SparseMLP:
+    """The weighted sum of the MLPs that a router chooses for each token, and a shared expert where the model has one.
+
+    The router computes in float32: the difference between two experts may be small.
+    """
+
+    def __init__(self, builder: Builder, names: ExpertNames = STACKED_EXPERTS) -> None:
+        routing = builder.config.routing
+        assert routing is not None
+        self._routing = routing
+        gate, up, down = (f"mlp.experts.{name}" for name in GATED_MLP)
+        stacked = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+        if builder.stores(stacked[0]):
+            names = STACKED_EXPERTS
+        *inner, outer = (f"{names.path}.experts.{{}}.{linear}" for linear in names.linears)
+        self._router = builder.router("mlp.gate", f"{names.path}.gate")
+        self._gate_up = builder.experts([gate, up], inner, stacked[0])
+        self._down = builder.experts([down], [outer], stacked[1])
+        self._columns = [builder.site(path).column for path in (gate, up, down)]
+        self._shared = SharedExpert(builder) if builder.has(f"{SharedExpert.PATH}_gate") else None
+
+    def forward(self, x: torch.Tensor, lora: LoRABatch | None) -> torch.Tensor:
+        logits = self._router.forward(x.float(), lora)
+        expert_ids, weights = route(logits, self._routing.top_k, self._routing.is_normalised)
+        adapters = None if lora is None else ExpertLoRA(lora.tables, lora.mapping, *self._columns)
+        y = expert_mlp(x, expert_ids, weights, self._gate_up.weight, self._down.weight, lora=adapters)
+        return y if self._shared is None else y + self._shared.forward(x, lora)
 
 
 class Layer(Protocol):

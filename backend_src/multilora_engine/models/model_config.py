@@ -18,13 +18,29 @@ Activation = Literal["silu", "gelu_tanh"]
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _DTYPES = ("float32", "bfloat16", "float16")
 _NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
+_POSITIVE = (
+    *("decoder_sparse_step", "moe_intermediate_size", "num_experts_per_tok", "num_local_experts"),
+    "shared_expert_intermediate_size",
+)
+"""Fields of mixtures. Other families may have them, too, and ignore them: so they are checked when they are read."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How the router of a mixture chooses: a softmax over all experts, and the `top_k` largest.
+
+    is_normalised: the weights of the chosen experts are divided by their sum.
+    """
+
+    top_k: int
+    is_normalised: bool
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The numbers of a decoder that the KV cache, the adapters and the families' layers read.
 
-    sites: the linears of each layer, which say how large its MLP or its experts are.
+    sites: the linears of each layer, which say how large its MLP or its experts are. routing: of layers with experts.
     ropes: rotary embeddings by name. layer_ropes: for each layer the name of its rotary embeddings, None for a layer
         without.
     sliding_window: for each layer the keys a token attends to, its own included; None is all.
@@ -52,6 +68,7 @@ class ModelConfig:
     dtype: str
     end_token_ids: tuple[int, ...]
     sites: ModelSites
+    routing: Routing | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -77,6 +94,9 @@ def decoder_config(path: Path, raw: Mapping[str, Any], fields: Mapping[str, Any]
 
     raw: the content of config.json. fields: its completed fields (`begin_completing`). Raises ConfigError.
     """
+    for name in _POSITIVE:
+        if fields.get(name, 1) < 1:
+            raise ConfigError(f"config.json: {name} {fields[name]} must be positive")
     head_dim = fields["head_dim"]
     if head_dim is None:
         head_dim = fields["hidden_size"] // fields["num_attention_heads"]

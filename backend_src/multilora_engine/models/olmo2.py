@@ -14,10 +14,7 @@ class Olmo2Layer:
     """x += norm(attention(x)); x += norm(mlp(x))."""
 
     def __init__(self, builder: Builder, layer: int) -> None:
-        config = builder.config
-        q_norm = builder.rms_norm("self_attn.q_norm", config.q_size)
-        k_norm = builder.rms_norm("self_attn.k_norm", config.kv_size)
-        self.attention = Attention(builder, layer, WholeNorm(q_norm, k_norm))
+        self.attention = Attention(builder, layer, whole_norm(builder))
         self._mlp = GatedMLP(builder)
         self._attention_norm = builder.rms_norm("post_attention_layernorm")
         self._mlp_norm = builder.rms_norm("post_feedforward_layernorm")
@@ -31,6 +28,13 @@ class Olmo2Layer:
         x = x + update
         x = x + self._attention_norm.forward(self.attention.forward(x, keys, values, inputs))
         return x, self._mlp_norm.forward(self._mlp.forward(x, inputs.lora))
+
+
+def whole_norm(builder: Builder) -> WholeNorm:
+    """Norms of all heads of queries together, and of keys."""
+    config = builder.config
+    q_norm = builder.rms_norm("self_attn.q_norm", config.q_size)
+    return WholeNorm(q_norm, builder.rms_norm("self_attn.k_norm", config.kv_size))
 
 
 OLMO2 = Architecture(Olmo2Layer)

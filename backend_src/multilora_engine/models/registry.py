@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.models import cohere2, gemma, glm4, llama, olmo2, phi3, starcoder2
+from multilora_engine.models import cohere2, gemma, glm4, llama, moe, olmo2, phi3, starcoder2
 from multilora_engine.models.decoder import Architecture, Decoder
 from multilora_engine.models.hf_config import begin_completing
 from multilora_engine.models.model import Model
@@ -57,6 +57,10 @@ FAMILIES: dict[str, Family] = {
     "Glm4ForCausalLM": Family("glm4", glm4.GLM4, glm4.read, may_turn_in_part=True),
     "Cohere2ForCausalLM": Family("cohere2", cohere2.COHERE2, cohere2.read),
     "Starcoder2ForCausalLM": Family("starcoder2", starcoder2.STARCODER2, starcoder2.read),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", moe.QWEN3_MOE, moe.read_qwen3),
+    "Qwen2MoeForCausalLM": Family("qwen2_moe", moe.QWEN2_MOE, moe.read_qwen2),
+    "OlmoeForCausalLM": Family("olmoe", moe.OLMOE, moe.read_olmoe),
+    "MixtralForCausalLM": Family("mixtral", moe.MIXTRAL, moe.read_mixtral),
 }
 """The families by the name in `architectures` of config.json."""
 

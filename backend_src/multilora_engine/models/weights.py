@@ -6,9 +6,9 @@ A model asks for nothing else, so a format that stores packed integers needs no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -16,6 +16,7 @@ from multilora_engine.batch.forward_batch import LoRABatch
 from multilora_kernels import (
     CodeType,
     HugePages,
+    PackedExperts,
     PackedWeight,
     QuantizedWeight,
     activation_dtype,
@@ -53,6 +54,16 @@ class Placement:
     def weight(self, out_features: int, in_features: int) -> PackedWeight:
         """An uninitialised weight of a linear. On a CPU weights lie in memory in the order of these calls."""
         return PackedWeight.empty(out_features, in_features, self.weight_dtype, self.device, self.dtype, self._pages)
+
+    def exact_weight(self, out_features: int, in_features: int) -> PackedWeight:
+        """An uninitialised weight in float32, for products in float32."""
+        float32 = torch.float32
+        return PackedWeight.empty(out_features, in_features, float32, self.device, float32, self._pages)
+
+    def experts(self, num_experts: int, out_features: int, in_features: int) -> PackedExperts:
+        """Uninitialised weights of equal linears, one an expert."""
+        shape = (num_experts, out_features, in_features)
+        return PackedExperts.empty(*shape, self.weight_dtype, self.device, self.dtype, self._pages)
 
     def quantized_weight(
         self, out_features: int, in_features: int, code_type: CodeType, group_size: int, scale_dtype: torch.dtype
@@ -142,6 +153,28 @@ class WeightRows:
 
 
 @dataclass(frozen=True)
+class StackedRows:
+    """The weights of all experts, which some checkpoints have as one tensor [num_experts, out_features, in_features].
+
+    experts: the weight of each.
+    """
+
+    experts: Sequence[PackedWeight]
+    dtypes: frozenset[torch.dtype] = FLOAT_DTYPES
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.experts), *self.experts[0].shape))
+
+    def copy_(self, values: torch.Tensor, /) -> None:
+        for expert, rows in zip(self.experts, values, strict=True):
+            expert.copy_rows(0, rows)
+
+    def tensor(self) -> torch.Tensor:
+        return torch.stack([expert.rows(0, expert.shape[0]) for expert in self.experts])
+
+
+@dataclass(frozen=True)
 class StoredPart:
     """One linear of a checkpoint: `name`.weight is the rows first .. first + count of a fused weight."""
 
@@ -168,8 +201,8 @@ class WeightSwitch(Protocol):
     def codes(self) -> QuantizedWeight: ...
 
 
-class LinearWeight(Protocol):
-    """The weight W [out_features, in_features] of one linear, stored in some format."""
+class StoredWeight(Protocol):
+    """The weight of a linear, or the weights of all experts, stored in some format."""
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
@@ -181,12 +214,26 @@ class LinearWeight(Protocol):
         """The parts that may be kept as floats beside their codes."""
         ...
 
-    def packed(self) -> PackedWeight | QuantizedWeight | None:
-        """The weight for a whole layer in one call (`decoder_layers`); None where this format has no such call."""
-        ...
-
     def checkpoint_tensors(self) -> dict[str, Destination]:
         """The places of all tensors that the checkpoint has of the weight, by their names."""
+        ...
+
+
+class ExpertWeights(StoredWeight, Protocol):
+    """The weights of equal linears, one an expert.
+
+    weight: [num_experts, out_features, in_features], for `expert_mlp`.
+    """
+
+    @property
+    def weight(self) -> PackedExperts: ...
+
+
+class LinearWeight(StoredWeight, Protocol):
+    """The weight W [out_features, in_features] of one linear, stored in some format."""
+
+    def packed(self) -> PackedWeight | QuantizedWeight | None:
+        """The weight for a whole layer in one call (`decoder_layers`); None where this format has no such call."""
         ...
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -218,7 +265,22 @@ class WeightFormat(Protocol):
     @property
     def placement(self) -> Placement: ...
 
+    def stores(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of this name."""
+        ...
+
     def linear(self, parts: Sequence[StoredPart], in_features: int) -> LinearWeight: ...
+
+    def router(self, part: StoredPart, in_features: int) -> LinearWeight:
+        """The weight of a router, in float32: a rounded one would choose other experts."""
+        ...
+
+    def experts(self, parts: Sequence[Sequence[StoredPart]], in_features: int, stacked_as: str) -> ExpertWeights:
+        """parts: for each expert the linears that its weight stacks, of equal sizes for all.
+
+        stacked_as: name of the one tensor that some checkpoints have in place of them all.
+        """
+        ...
 
     def head(self, part: StoredPart, in_features: int) -> EmbeddingWeight:
         """The weight of the language-model head, also if it is that of the embeddings."""
@@ -270,13 +332,60 @@ class FloatWeight:
 
 
 @dataclass(frozen=True)
+class FloatExperts:
+    """Weights of experts stored as floats. parts: for each expert the linears of the checkpoint that it stacks.
+
+    stacked_as: name of the checkpoint's one tensor of all experts; empty where each has tensors of its own.
+    """
+
+    weight: PackedExperts
+    parts: Sequence[Sequence[StoredPart]]
+    stacked_as: str
+
+    @property
+    def bytes_by_kind(self) -> dict[str, int]:
+        return {str(self._experts[0].data.dtype).removeprefix("torch."): self.weight.nbytes}
+
+    @property
+    def switches(self) -> Sequence[WeightSwitch]:
+        return ()
+
+    def checkpoint_tensors(self) -> dict[str, Destination]:
+        experts = self._experts
+        if self.stacked_as:
+            return {self.stacked_as: StackedRows(experts)}
+        return {
+            f"{part.name}.weight": WeightRows(expert, part.first, part.count)
+            for expert, parts in zip(experts, self.parts, strict=True)
+            for part in parts
+        }
+
+    @property
+    def _experts(self) -> list[PackedWeight]:
+        experts = [self.weight.expert(index) for index in range(len(self.parts))]
+        assert all(isinstance(expert, PackedWeight) for expert in experts)
+        return cast(list[PackedWeight], experts)
+
+
+@dataclass(frozen=True)
 class FloatFormat:
-    """float32, bfloat16 or float16, as the placement says."""
+    """float32, bfloat16 or float16, as the placement says. names: of the checkpoint's tensors."""
 
     placement: Placement
+    names: Container[str] = frozenset()
+
+    def stores(self, name: str) -> bool:
+        return name in self.names
 
     def linear(self, parts: Sequence[StoredPart], in_features: int) -> FloatWeight:
         return FloatWeight(self.placement.weight(num_outputs(parts), in_features), parts)
+
+    def router(self, part: StoredPart, in_features: int) -> FloatWeight:
+        return FloatWeight(self.placement.exact_weight(part.count, in_features), [part])
+
+    def experts(self, parts: Sequence[Sequence[StoredPart]], in_features: int, stacked_as: str) -> FloatExperts:
+        weight = self.placement.experts(len(parts), num_outputs(parts[0]), in_features)
+        return FloatExperts(weight, parts, stacked_as if self.stores(stacked_as) else "")
 
     def head(self, part: StoredPart, in_features: int) -> FloatWeight:
         return self.linear([part], in_features)

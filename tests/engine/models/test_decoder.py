@@ -27,21 +27,30 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
     Starcoder2Config,
     Starcoder2ForCausalLM,
 )
 
+from multilora_engine.models.layers import SparseMLP
 from multilora_engine.models.loader import load_model
 from multilora_engine.models.weights import Placement
 from multilora_kernels import cpu
@@ -74,6 +83,7 @@ GEMMA = {
     "final_logit_softcapping": 20.0,
 }
 GLM = GROUPED | NO_TOKENS | {"head_dim": 12, "attention_bias": True, "partial_rotary_factor": 0.5}
+EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28}
 
 CHECKPOINTS: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE)),
@@ -171,6 +181,47 @@ CHECKPOINTS: dict[str, tuple[type[PreTrainedModel], Any]] = {
         ),
     ),
     "starcoder2": (Starcoder2ForCausalLM, Starcoder2Config(**GROUPED, **NO_TOKENS, sliding_window=None)),
+    "qwen3 moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**GROUPED, **EXPERTS, norm_topk_prob=True, mlp_only_layers=[1]),
+    ),
+    "qwen3 moe biases and windows": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(
+            **GROUPED,
+            **EXPERTS,
+            decoder_sparse_step=2,
+            attention_bias=True,
+            use_sliding_window=True,
+            sliding_window=6,
+        ),
+    ),
+    "qwen2 moe": (
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=36, mlp_only_layers=[0]),
+    ),
+    "qwen2 moe windows": (
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig(
+            **SHAPE,
+            **EXPERTS,
+            shared_expert_intermediate_size=36,
+            norm_topk_prob=True,
+            qkv_bias=False,
+            use_sliding_window=True,
+            sliding_window=5,
+            max_window_layers=2,
+        ),
+    ),
+    "olmoe": (
+        OlmoeForCausalLM,
+        OlmoeConfig(**SHAPE, **NO_TOKENS, num_experts=6, num_experts_per_tok=2),
+    ),
+    "mixtral": (MixtralForCausalLM, MixtralConfig(**GROUPED, num_local_experts=5, sliding_window=7)),
+    "mixtral, one expert a token": (
+        MixtralForCausalLM,
+        MixtralConfig(**GROUPED, num_local_experts=5, num_experts_per_tok=1),
+    ),
 }
 
 BFLOAT16_SHARE = 0.8
@@ -200,7 +251,7 @@ def test_logits_match_transformers_for_chunked_prefill_and_decode_in_one_batch(
         torch.testing.assert_close(torch.cat(rows), expected, atol=ATOL, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3 biases and windows", "gemma2", "glm4", "cohere2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3 biases and windows", "gemma2", "glm4", "cohere2", "qwen2 moe"])
 def test_plain_pytorch_computes_where_no_operator_is_compiled(
     name: str,
     tmp_path: Path,
@@ -212,6 +263,23 @@ def test_plain_pytorch_computes_where_no_operator_is_compiled(
     test_logits_match_transformers_for_chunked_prefill_and_decode_in_one_batch(
         name, tmp_path, paged_runner, paged_sequence
     )
+
+
+@pytest.mark.parametrize("name", ["qwen2 moe", "mixtral"])
+def test_experts_that_are_stored_as_one_tensor_load_the_same(name: str, tmp_path: Path) -> None:
+    """transformers 5 keeps them so in memory, and on request on disk."""
+    model = make_checkpoint(name, tmp_path / "each")
+    model.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    each, stacked = (load_model(tmp_path / path, placement(torch.float32)) for path in ("each", "stacked"))
+    places = stacked.checkpoint_tensors()
+    names = [name for name in places if ".experts." in name]
+    assert names
+    assert all(name.endswith(("gate_up_proj", "down_proj")) for name in names)
+    stored = {name: tensor for name, tensor in model.state_dict().items() if name in places}
+    assert all(places[name].tensor().equal(tensor) for name, tensor in stored.items())
+    for one, other in zip(each.layers, stacked.layers, strict=True):
+        if isinstance(one.mlp, SparseMLP):
+            assert one.mlp._gate_up.weight.expert(3).data.equal(other.mlp._gate_up.weight.expert(3).data)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -122,6 +122,8 @@ def test_a_field_that_is_left_out_has_the_default_of_transformers(tmp_path: Path
 def test_a_config_is_refused_or_reads_as_transformers_reads_it(tmp_path: Path, name: str) -> None:
     """Each family with its share of the changes."""
     changes = CHANGES[list(FAMILIES).index(name) :: len(FAMILIES)]
+    if name == "Phi3ForCausalLM":  # Transformers refuses the old name of its longrope.
+        changes = [change for change in changes if OLD_LONGROPE not in change.values()]
     outcomes = [(change, outcome(tmp_path, head(name) | SMALL | change)) for change in changes]
     read = [(change, found) for change, found in outcomes if found is not None]
     assert len(changes) / 4 < len(read) < len(changes)

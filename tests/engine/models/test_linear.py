@@ -87,7 +87,8 @@ def dense(linear: LoRALinear) -> torch.Tensor:
 def test_each_row_gets_the_weights_of_its_own_adapter(has_bias: bool, has_magnitude: bool) -> None:
     linear, adapters = make_linear(has_bias), Adapters(has_magnitude)
     x = torch.randn(len(MAPPING), IN_FEATURES, generator=torch.Generator().manual_seed(2))
-    lora = LoRABatch(adapters.tables(), lora_segments(torch.tensor(MAPPING), len(RANKS)))
+    mapping = torch.tensor(MAPPING)
+    lora = LoRABatch(adapters.tables(), lora_segments(mapping, len(RANKS)), mapping)
     y = linear.forward(x, lora)
     for row, lora_index in enumerate(MAPPING):
         torch.testing.assert_close(y[row], expected_row(linear, adapters, x[row], lora_index), atol=1e-4, rtol=1e-4)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.models.model_config import ModelConfig
+from multilora_engine.models.model_config import ModelConfig, Routing
 from multilora_engine.models.registry import read_model_config
 
 LLAMA: dict[str, Any] = {
@@ -30,6 +30,15 @@ LLAMA: dict[str, Any] = {
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 32}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+QWEN3_MOE = LLAMA | EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+QWEN2_MOE = (
+    LLAMA
+    | EXPERTS
+    | {"shared_expert_intermediate_size": 36, "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}
+)
+OLMOE = LLAMA | EXPERTS | {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"}
+MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 6}
 LLAMA3_NUMBERS = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -109,6 +118,24 @@ def test_every_layer_has_its_own_window(
     assert read(tmp_path, config).sliding_window == expected
 
 
+def test_routing_and_biases_of_mixtures_are_those_of_the_architecture(tmp_path: Path) -> None:
+    qwen3, qwen2, olmoe, mixtral = (read(tmp_path, config) for config in (QWEN3_MOE, QWEN2_MOE, OLMOE, MIXTRAL))
+    assert (qwen3.routing, mixtral.routing) == (Routing(2, is_normalised=False), Routing(2, is_normalised=True))
+    assert read(tmp_path, OLMOE | {"norm_topk_prob": True}).routing == Routing(2, is_normalised=True)
+    assert [(c.qkv_bias, c.output_bias) for c in (qwen3, qwen2, olmoe, mixtral)] == [
+        (False, False),
+        (True, False),
+        (False, False),
+        (False, False),
+    ]
+    assert read(tmp_path, QWEN2_MOE | {"qkv_bias": False}).qkv_bias is False
+
+
+def test_a_mixture_without_experts_is_dense(tmp_path: Path) -> None:
+    config = read(tmp_path, QWEN3_MOE | {"num_experts": 0})
+    assert {site.experts for site in config.sites.sites} == {1}
+
+
 @pytest.mark.parametrize(
     ("in_config", "generation_config", "expected"),
     [
@@ -132,7 +159,16 @@ def test_end_tokens_are_the_union_of_both_files(
         ({"architectures": ["GemmaForCausalLM"]}, "supported are: LlamaForCausalLM, MistralForCausalLM"),
         ({"architectures": None}, "supported are: LlamaForCausalLM"),
         ({"model_type": "qwen2"}, "model_type 'qwen2' is not supported"),
-        ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, "Qwen3ForCausalLM"),
+        ({"architectures": ["PhimoeForCausalLM"], "model_type": "phimoe"}, "Qwen3ForCausalLM"),
+        (QWEN3_MOE | {"num_experts_per_tok": 7}, "num_experts_per_tok 7 is more than the 6 experts"),
+        (QWEN3_MOE | {"num_experts_per_tok": 0}, "num_experts_per_tok 0 must be positive"),
+        (QWEN3_MOE | {"moe_intermediate_size": 0}, "moe_intermediate_size 0 must be positive"),
+        (QWEN3_MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step 0 must be positive"),
+        (QWEN3_MOE | {"hidden_act": "gelu_pytorch_tanh"}, "is not supported for experts; supported is: silu"),
+        (QWEN2_MOE | {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size 0 must be positive"),
+        (MIXTRAL | {"num_local_experts": 0}, "num_local_experts 0 must be positive"),
+        (OLMOE | {"num_experts": 0}, "num_experts_per_tok 2 is more than the 0 experts"),
+        (OLMOE | {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
         ({"hidden_act": "gelu"}, "supported are: silu"),
         (
             {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 3}},

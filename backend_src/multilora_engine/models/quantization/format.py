@@ -17,6 +17,7 @@ from multilora_engine.models.quantization.part import STORED_DTYPES, PartFilling
 from multilora_engine.models.quantization.weights import CodedWeight, StackedWeight
 from multilora_engine.models.weights import (
     EmbeddingWeight,
+    ExpertWeights,
     FloatFormat,
     LinearWeight,
     Placement,
@@ -46,6 +47,9 @@ class CheckpointFormat:
     checkpoint: Checkpoint
     quantization: Quantization
 
+    def stores(self, name: str) -> bool:
+        return name in self.checkpoint.tensors
+
     def linear(self, parts: Sequence[StoredPart], in_features: int) -> LinearWeight:
         coded = [self._coded(part, in_features, "Linear") for part in parts]
         if all(part is None for part in coded):
@@ -60,6 +64,17 @@ class CheckpointFormat:
                 for part, found in zip(alone, coded, strict=True)
             ]
         )
+
+    def router(self, part: StoredPart, in_features: int) -> LinearWeight:
+        if self._coded(part, in_features, "Linear") is not None:
+            raise ConfigError(f"{self.checkpoint.path}: {part.name} is quantised: routers are read as floats only")
+        return self._floats.router(part, in_features)
+
+    def experts(self, parts: Sequence[Sequence[StoredPart]], in_features: int, stacked_as: str) -> ExpertWeights:
+        for part in itertools.chain.from_iterable(parts):
+            if self._coded(part, in_features, "Linear") is not None:
+                raise ConfigError(f"{self.checkpoint.path}: {part.name} is quantised: experts are read as floats only")
+        return self._floats.experts(parts, in_features, stacked_as)
 
     def head(self, part: StoredPart, in_features: int) -> EmbeddingWeight:
         coded = self._coded(part, in_features, _module_class(part))
@@ -76,7 +91,7 @@ class CheckpointFormat:
 
     @property
     def _floats(self) -> FloatFormat:
-        return FloatFormat(self.placement)
+        return FloatFormat(self.placement, self.checkpoint.tensors)
 
     def _weight(self, parts: Sequence[QuantizedPart]) -> CodedWeight:
         """One weight for parts that lie together."""
@@ -125,7 +140,7 @@ def weight_format(checkpoint: Checkpoint, placement: Placement) -> WeightFormat:
     """The format of a checkpoint; logs the parts of its quantisation that are not done. Raises ConfigError."""
     quantization = _read(checkpoint.path)
     if quantization.schemes is None:
-        return FloatFormat(placement)
+        return FloatFormat(placement, checkpoint.tensors)
     if placement.dtype == torch.float16 and not has_gpu_operators(placement.device):
         raise ConfigError(
             "parameter dtype=float16: on a CPU quantised weights are multiplied in float32 or bfloat16; write one of "
