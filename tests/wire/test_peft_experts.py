@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Mapping
 from contextlib import suppress
 from math import prod
@@ -54,7 +55,7 @@ from multilora_wire import peft_files
 from multilora_wire.adapter_origin import WrongBaseModel
 from multilora_wire.module_names import MOE_ROUTER, SHARED_4H_TO_H, SHARED_EXPERT_GATE, SHARED_H_TO_4H, SHARED_UP
 from multilora_wire.peft_config import PeftError
-from multilora_wire.peft_files import PeftAdapter, open_peft_directory, read_peft
+from multilora_wire.peft_files import LinearReader, PeftAdapter, open_peft_directory, read_peft
 from multilora_wire.sites import (
     GPT_OSS_EXPERTS,
     PLAIN_EXPERTS,
@@ -498,15 +499,28 @@ class CountedBytes(MemoryBytes):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_reading_costs_the_bytes_of_the_file_not_those_times_the_experts(form: str) -> None:
-    sites = mixture_sites(hidden_size=96, expert_size=40, num_experts=16, form=GPT_OSS_EXPERTS, num_layers=2)
+@pytest.mark.parametrize("passes", [1, 6])
+def test_reading_costs_the_bytes_of_the_file_and_memory_of_a_fixed_size(form: str, passes: int) -> None:
+    """Not the bytes times the experts, and not all experts at once."""
+    sites = mixture_sites(hidden_size=1500, expert_size=1100, num_experts=16, form=GPT_OSS_EXPERTS, num_layers=2)
     source = CountedBytes(save(dict(FORMS[form](random_factors(sites, layers=[1]), GPT_OSS_EXPERTS))))
     adapter = read_peft(json.dumps(CONFIG).encode(), source, sites)
+    reader = LinearReader(adapter)
+    source.num_read = 0
 
-    read_factors(adapter)
+    apart = 4 * RANK * 1500 * 16 // passes
+    with patch.multiple(peft_files, MAX_PIECE_VALUES=2000, _MAX_UNMIXED_BYTES=apart):
+        tracemalloc.start()
+        for linear in adapter.linears:
+            for one in reader.read(linear):
+                assert one.values.size <= 2000
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
 
-    # Tensors of gate and up are read for each of both.
-    assert source.num_read < 3 * source.num_bytes
+    # Gate and up are read apart from tensors that have both.
+    assert source.num_read < (1 + passes) * source.num_bytes
+    assert peak < apart + 20 * 4 * 2000
+    assert source.num_bytes > 1_200_000
 
 
 def base_model(kind: str) -> tuple[PreTrainedModel, ModelSites]:
