@@ -554,7 +554,8 @@ class LinearReader:
             )
         # As bits: NumPy looks for infinities of float16 at 270 MB/s.
         exponent = _EXPONENTS[self._dtype]
-        if ((cast.view(exponent.dtype) & exponent) == exponent).any():
+        bits: Array = cast.view(exponent.dtype)
+        if (np.bitwise_and(bits, exponent) == exponent).any():
             largest = np.abs(values).max()
             raise PeftError(f"{name}: {largest:g} does not fit into {self._dtype}; use a wider storage type")
         return cast

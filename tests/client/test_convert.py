@@ -627,3 +627,15 @@ def test_experts_are_converted_with_the_base_alone(tmp_path: Path) -> None:
 
     with pytest.raises(AdapterError, match=r"config\.json: name its directory \(multilora convert --base-model DIR\)"):
         convert_peft(saved)
+
+
+def test_the_config_json_of_the_base_is_enough_for_experts(tmp_path: Path) -> None:
+    config = {"model_type": "mixtral", "num_local_experts": 4, "hidden_size": 20, "intermediate_size": 12}
+    config |= {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    factors = random_factors(PLAIN)
+
+    tensors = convert_peft(save_experts(tmp_path / "experts", numbered(factors)), base_model=tmp_path)
+
+    assert tensors.config[:, 0].tolist() == [GATE, DOWN, UP] * 2
+    np.testing.assert_array_equal(tensors.weights, convert_peft(tmp_path / "experts", sites=PLAIN).weights)

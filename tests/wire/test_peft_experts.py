@@ -139,6 +139,30 @@ def test_every_form_is_read_whatever_its_sizes_and_the_pieces_it_is_read_in(
         assert_equal(read_factors(adapter), factors)
 
 
+@pytest.mark.parametrize("is_exchanged", [False, True], ids=["PEFT 0.21", "PEFT 0.18"])
+def test_values_lie_where_peft_puts_them(is_exchanged: bool) -> None:
+    """Experts follow one another in A and alternate in B; PEFT 0.18 took `[experts, out, in]` for inputs first."""
+    width, height = (20, 12) if is_exchanged else (12, 20)
+    a = np.arange(4 * 3 * width, dtype=np.float32).reshape(12, width)
+    b = -np.arange(4 * 3 * height, dtype=np.float32).reshape(height, 12)
+    tensors = {f"{PREFIX}.1.mlp.experts.lora_A.weight": a, f"{PREFIX}.1.mlp.experts.lora_B.weight": b}
+
+    found = read_factors(read(tensors, lora_alpha=3, peft_version="0.18.1" if is_exchanged else "0.21.2"))
+
+    assert found.keys() == {(1, DOWN, expert) for expert in range(4)}
+    for (_, _, expert), (our_a, our_b) in found.items():
+        for rank in range(3):
+            inner, outer = a[expert * 3 + rank], b[:, rank * 4 + expert]
+            np.testing.assert_array_equal(our_a[rank], outer if is_exchanged else inner)
+            np.testing.assert_array_equal(our_b[:, rank], inner if is_exchanged else outer)
+    update = np.einsum(
+        "ore,eri->eio" if is_exchanged else "ore,eri->eoi", b.reshape(height, 3, 4), a.reshape(4, 3, width)
+    )
+    for expert in range(4):
+        our_a, our_b = found[1, DOWN, expert]
+        np.testing.assert_allclose(our_b @ our_a, update[expert], rtol=1e-6)
+
+
 def test_one_matrix_for_all_experts_is_that_of_each() -> None:
     factors = random_factors(PLAIN, has_shared_sides=True)
     stacked, separate = all_experts(factors, PLAIN_EXPERTS), all_experts(factors, PLAIN_EXPERTS, is_fused=False)
@@ -579,6 +603,7 @@ ALL = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     [
         ("qwen3", {"target_parameters": [*ALL, "mlp.gate.weight"], "target_modules": ["q_proj"]}),
         ("qwen3", {"target_parameters": ["1.mlp.experts.gate_up_proj"], "use_rslora": True}),
+        ("qwen3", {"target_parameters": ["mlp.gate.weight"], "rank_pattern": {"gate.weight": 2}}),
         ("qwen2", {"target_parameters": ALL, "target_modules": ["shared_expert.up_proj", "shared_expert_gate"]}),
         (
             "mixtral",
