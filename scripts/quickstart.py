@@ -218,7 +218,7 @@ def sample_adapters(checkpoint: Path) -> dict[str, Adapter]:
 def misfit(adapter_directory: Path, checkpoint: Path) -> str | None:
     """Why an adapter was not made for the model of `checkpoint`; None when it fits."""
     try:
-        with open_peft_directory(adapter_directory, read_model_config(checkpoint).sites, checkpoint.name):
+        with open_peft_directory(adapter_directory, read_model_config(checkpoint, "auto").sites, checkpoint.name):
             return None
     except WrongBaseModel as error:
         return str(error)

@@ -24,6 +24,7 @@ from multilora_engine.errors import ConfigError
 from multilora_engine.lora_config import LoRAConfig
 from multilora_wire.checkpoint_directory import why_no_checkpoint
 
+ModelImplementation = Literal["auto", "native", "transformers"]
 _Switch = Literal["auto"] | bool
 _LEAST_HANG_TIMEOUT_S = 1.0
 _LARGEST_NUMBER = 2**62
@@ -58,6 +59,13 @@ class EngineConfig(BaseModel):
         ),
     ] = "local"
     tokenizer_path: Annotated[Path | None, Field(description="Directory of the tokenizer. Empty: `model_path`.")] = None
+    model_implementation: Annotated[
+        ModelImplementation,
+        Field(
+            description="Whose layers compute: `native`, the engine's; `transformers`, any decoder's that it knows; "
+            "`auto`: the engine's where it has them."
+        ),
+    ] = "auto"
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Field(description="`auto`: the GPU of this instance, or the CPU without one.")
     ] = "auto"

@@ -79,7 +79,7 @@ class ClientPolicy:
 class EngineInfo:
     """The facts about a running engine that its fronts need: plain values, so that it travels between processes.
 
-    version: of the engine, `read_version`.
+    version: of the engine, `read_version`. model_implementation: who computes the layers, `native` or `transformers`.
     """
 
     model_path: str
@@ -99,6 +99,7 @@ class EngineInfo:
     kv_cache_dtype: str
     version: str
     clients: ClientPolicy = ClientPolicy()
+    model_implementation: str = "native"
 
 
 def _absolute(path: Path | None) -> str:

@@ -32,13 +32,15 @@ Parsed = TypeVar("Parsed", bound=msgspec.Struct)
 class ModelInfo(msgspec.Struct, frozen=True):
     """The model that a server serves. model: its name. max_model_len: tokens of a prompt and its answer.
 
-    version: the version of the server's engine.
+    version: the version of the server's engine. model_implementation: who computes the layers: the engine itself
+        (`native`), or modules of `transformers`.
     """
 
     model: str
     max_model_len: int
     vocab_size: int
     version: str
+    model_implementation: str = "native"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from itertools import chain, groupby
 import msgspec
 
 from multilora_wire.pieces import CODE_BITS, Piece, element_bytes, stored_pieces
-from multilora_wire.sites import PLAIN_EXPERTS, ModelSites, WireModule
+from multilora_wire.sites import LAYERS, PLAIN_EXPERTS, ModelSites, WireModule
 
 ALIGNMENT_BYTES = 64
 MIN_PAGE_BYTES = 256 * 1024
@@ -100,9 +100,13 @@ class AdapterLayout:
     def fingerprint(self) -> str:
         """64 hex digits, different for models with different sites.
 
-        A model without experts whose modules are all enabled keeps the digits of a time that knew neither.
+        A model with the usual names, without experts, whose modules are all enabled keeps the digits of a time that
+        knew nothing else.
         """
         sites = msgspec.to_builtins(self.sites)
+        for field, usual in (("layers_name", LAYERS), ("has_dora", True)):
+            if sites[field] == usual:
+                del sites[field]
         sites["modules"] = [
             {field: value for field, value in module.items() if (field, value) != ("experts", 1)}
             for module in sites["modules"]

@@ -47,6 +47,7 @@ from multilora_wire.sites import (
     EMBEDDING_ROWS,
     HEAD_LORA,
     HEAD_ROWS,
+    LAYERS,
     OUTER_LAYER,
     TIED_ROWS,
     ModelSites,
@@ -298,7 +299,8 @@ def read_peft(
     """
     settings = parse_peft_config(config, sites, trusts_patterns)
     places = _read_places(source, sites)
-    found, experts, found_outside = _find_parts(places.values(), settings)
+    layers_name = LAYERS if sites is None else sites.layers_name
+    found, experts, found_outside = _find_parts(places.values(), settings, layers_name)
     linears = [_linear(path, parts, settings, sites, model) for path, parts in found.items()]
     linears += map(_expert_linear, experts.pairs(settings, sites, model))
     linears.sort(key=lambda linear: (linear.layer, linear.module_id, linear.expert))
@@ -645,7 +647,7 @@ _Parts = dict[Part, FoundPart]
 
 
 def _find_parts(
-    places: Collection[TensorPlace], config: PeftConfig
+    places: Collection[TensorPlace], config: PeftConfig, layers_name: str
 ) -> tuple[dict[_Module, _Parts], ExpertTensors, dict[str, _Parts]]:
     """The tensors of each linear of a layer, of experts, and of `EMBEDDINGS` and `HEAD`.
 
@@ -661,7 +663,7 @@ def _find_parts(
             name, peft_name, part = split
             parts = outside.setdefault(name, {})
         else:
-            module, peft_name, part = _split_key(place)
+            module, peft_name, part = _split_key(place, layers_name)
             side = part if part == "a" or part == "b" else None
             if experts.add(module.layer, module.linear, side, FoundPart(place, peft_name)):
                 continue
@@ -690,12 +692,15 @@ def _split_outer_key(place: TensorPlace) -> tuple[str, str, Part] | None:
     return None
 
 
-def _split_key(place: TensorPlace) -> tuple[_Module, str, Part]:
-    """The module of a tensor, the module's name in PEFT's model, and the part of the module that the tensor is."""
+def _split_key(place: TensorPlace, layers_name: str) -> tuple[_Module, str, Part]:
+    """The module of a tensor, the module's name in PEFT's model, and the part of the module that the tensor is.
+
+    layers_name: the model's list of layers.
+    """
     key = place.key.removeprefix("base_model.model.")
     for ending, part in _PARTS.items():
         name = key.removesuffix(f".{ending}")
-        if name != key and (prefix := _TEXT_MODEL.match(name)) and (layer := _LAYER.fullmatch(name, prefix.end())):
+        if name != key and (layer := _in_layer(name, layers_name)):
             return _Module(int(layer[1]), _ROUTERS.get(layer[2], layer[2])), name, part
     for pattern, reason in _REFUSED_KEYS.items():
         if pattern.search(place.key):
@@ -703,9 +708,19 @@ def _split_key(place: TensorPlace) -> tuple[_Module, str, Part]:
             advice = f". {MLX_ADVICE}" if reason == _MLX_MATRIX else ""
             raise PeftError(f"{_shown(place)}{separator}{reason}{advice}")
     raise PeftError(
-        f"{_shown(place)} is not a LoRA matrix of a decoder layer ([base_model.model.]model.layers.N...., also below "
-        "language_model or text_model)"
+        f"{_shown(place)} is not a LoRA matrix of a decoder layer ([base_model.model.]{layers_name}.N...."
+        + (", also below language_model or text_model)" if layers_name == LAYERS else ")")
     )
+
+
+def _in_layer(name: str, layers_name: str) -> re.Match[str] | None:
+    """The number of the layer, and the name within it, of a module in PEFT's model; None outside the layers."""
+    if layers_name != LAYERS:
+        return (
+            _LAYER.fullmatch("layers" + name.removeprefix(layers_name)) if name.startswith(f"{layers_name}.") else None
+        )
+    prefix = _TEXT_MODEL.match(name)
+    return None if prefix is None else _LAYER.fullmatch(name, prefix.end())
 
 
 def _linear(
@@ -721,7 +736,8 @@ def _linear(
     a, b = _matrix(parts["a"].place, a_blocks), _matrix(parts["b"].place, b_blocks)
     scaling = config.scaling(name, _check_ranks(a, b, config, name))
     magnitude = parts["magnitude"].place if "magnitude" in parts else None
-    return PeftLinear(f"model.{module.name}", module_id, module.layer, a, b, scaling, magnitude)
+    name = f"model.{module.name}" if sites is None else sites.full_name(module.name)
+    return PeftLinear(name, module_id, module.layer, a, b, scaling, magnitude)
 
 
 def _expert_linear(pair: ExpertPair) -> PeftLinear:
@@ -740,7 +756,7 @@ def _module_id(module: _Module, place: TensorPlace, config: PeftConfig, sites: M
         return MODULE_IDS[module.linear]
     wire_module = sites.module_named.get(module.name)
     if wire_module is None:
-        name = f"model.{module.name}"[:MAX_QUOTED_CHARS]
+        name = sites.full_name(module.name)[:MAX_QUOTED_CHARS]
         raise WrongBaseModel.of(config.base_model, model, describe_missing(name, module.layer, sites))
     return wire_module.module_id
 
@@ -791,6 +807,10 @@ class _Outside:
         self._saved_modules = _own_modules(found, config)
         if found and self._outer is None:
             place = next(iter(next(iter(found.values())).values())).place
+            if sites is not None:
+                raise PeftError(
+                    f"{_shown(place)} belongs to the embeddings or the head, which adapters cannot change in this model"
+                )
             raise PeftError(
                 f"{_shown(place)} belongs to the embeddings or the head, which no tensors of the wire can change; send "
                 "the files as they are to the server of their model (multilora upload DIR)"

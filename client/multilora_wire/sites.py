@@ -41,6 +41,13 @@ EMBEDDING_ROWS, HEAD_ROWS, TIED_ROWS = -3, -4, -5
 """Module ids of these parts. They are negative, so that no row of `lora_config` can name them. Rows of tokens replace
 rows of the embeddings, of the head, or of both where both are one matrix."""
 
+FIRST_OWN_MODULE = -6
+"""Module ids from here downwards are those of linears that the wire has no id for, such as fused ones of a model's own.
+Files name these linears, and no row of `lora_config` can."""
+
+LAYERS = "model.layers"
+"""The list of layers of most models."""
+
 ROW_MODULES = frozenset({EMBEDDING_ROWS, HEAD_ROWS, TIED_ROWS})
 """Module ids of rows of tokens."""
 
@@ -151,6 +158,8 @@ class ModelSites:
     left_out: modules and parts outside the layers that the model has, and that adapters may not change: see
         `restricted_to`.
     experts_form: how transformers holds the experts, where the model has any.
+    layers_name: of the list of layers, in the names of the model and of PEFT's tensors.
+    has_dora: whether the checkpoint has weights as DoRA reads them, and none transposed.
     """
 
     sites: tuple[AdapterSite, ...]
@@ -158,6 +167,8 @@ class ModelSites:
     outer: OuterSites | None = None
     left_out: tuple[WireModule, ...] = ()
     experts_form: ExpertsForm = PLAIN_EXPERTS
+    layers_name: str = LAYERS
+    has_dora: bool = True
 
     def restricted_to(self, names: Collection[str]) -> ModelSites:
         """The same linears, with the modules alone that change linears of the modules `names`, and no others.
@@ -191,6 +202,10 @@ class ModelSites:
     def left_out_at(self) -> dict[tuple[int, int], WireModule]:
         """Of `left_out`, by (layer, module id)."""
         return {(module.layer, module.module_id): module for module in self.left_out}
+
+    def full_name(self, name: str) -> str:
+        """The name in the whole model of a linear that is named `layers.N.` here."""
+        return self.layers_name + name.removeprefix("layers")
 
     @cached_property
     def site_named(self) -> dict[str, AdapterSite]:
@@ -275,7 +290,8 @@ PLAIN_MLP = ("c_fc", "c_proj")
 class SiteShape:
     """A linear of one layer, or one linear of each of its experts, before it has a column.
 
-    path: within the layer, such as `self_attn.q_proj`. module_id: its wire module.
+    path: within the layer, such as `self_attn.q_proj`. module_id: its wire module; from `FIRST_OWN_MODULE` downwards
+        for a linear that the wire has no id for, one number for each path.
     """
 
     path: str
@@ -334,6 +350,8 @@ def model_sites(
     vocab_size: int = 0,
     is_tied: bool = False,
     experts_form: ExpertsForm = PLAIN_EXPERTS,
+    layers_name: str = LAYERS,
+    has_dora: bool = True,
 ) -> ModelSites:
     """Sites of a decoder by the linears of each layer, which may differ.
 
@@ -341,6 +359,7 @@ def model_sites(
         `shared_expert_shapes` may stand.
     vocab_size: 0 for a model whose embeddings and head adapters may not change. is_tied: both are one matrix.
     experts_form: how transformers holds the experts.
+    layers_name, has_dora: see `ModelSites`.
     """
     sites: list[AdapterSite] = []
     modules: list[WireModule] = []
@@ -354,7 +373,14 @@ def model_sites(
         sites += site_of.values()
         modules += _wire_modules(site_of)
     outer = _outer_sites(column, vocab_size, hidden_size, is_tied)
-    return ModelSites(tuple(sites), tuple(modules), outer, experts_form=experts_form)
+    return ModelSites(
+        tuple(sites),
+        tuple(modules),
+        outer,
+        experts_form=experts_form,
+        layers_name=layers_name,
+        has_dora=has_dora,
+    )
 
 
 def decoder_sites(
@@ -401,6 +427,5 @@ def _wire_module(module_id: int, *sites: AdapterSite) -> WireModule:
     starts = [sum(site.out_size for site in sites[:index]) for index in range(len(sites))]
     parts = tuple(SitePart(site.column, start) for site, start in zip(sites, starts, strict=True))
     first, out_size = sites[0], sum(site.out_size for site in sites)
-    return WireModule(
-        module_id, UPSTREAM_NAMES[module_id], first.layer, first.in_size, out_size, parts, experts=first.experts
-    )
+    name = UPSTREAM_NAMES.get(module_id) or first.name.removeprefix(f"layers.{first.layer}.")
+    return WireModule(module_id, name, first.layer, first.in_size, out_size, parts, experts=first.experts)

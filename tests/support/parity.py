@@ -15,7 +15,7 @@ from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, g
 from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.request import GenerationRequest, SamplingParams
-from support.engines import Answer, run_all
+from support.engines import Answer, poison_claimed_blocks, run_all
 from support.oracle import Oracle, packed
 
 TINY = {
@@ -131,6 +131,63 @@ def tiny_prompts(count: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
     lengths = [1, 2, 15, 16, 17, 33, 70]
     return [torch.randint(0, 311, (lengths[i % 7],), generator=generator).tolist() for i in range(count)]
+
+
+def build_small_engine(
+    oracle: Oracle,
+    path: Path,
+    tokenizer_path: Path,
+    enable_async_scheduling: bool,
+    kv_cache_dtype: str = "auto",
+    **options: object,
+) -> Engine:
+    """An engine that must preempt, with poisoned blocks."""
+    roomy = build_engine(path, oracle, tokenizer_path, kv_cache_dtype=kv_cache_dtype, **options)
+    config = engine_config_with_tiny_cache(path, tokenizer_path, roomy, max_num_batched_tokens=24)
+    changes = {
+        "enable_async_scheduling": enable_async_scheduling,
+        "kv_cache_dtype": kv_cache_dtype,
+        "inter_token_latency_target_ms": 0.0,  # Which prompts reuse a prefix would depend on the machine's speed.
+        **options,
+    }
+    small = Engine(config.model_copy(update=changes))
+    for task_id, directory in enumerate(oracle.adapters.values()):
+        small.put_adapter(task_id, packed(directory, small.info.adapter_layout, path))
+    poison_claimed_blocks(small)
+    return small
+
+
+def answer_as_peft_does_in_little_memory(
+    oracle: Oracle, small: Engine
+) -> tuple[list[GenerationRequest], dict[str, Answer]]:
+    """The requests, which share a prefix, and their answers."""
+    prefix = tiny_prompts(7)[-1][:30]
+    requests = requests_for(oracle, [prefix + tail for tail in tiny_prompts(4) * 3], max_tokens=24)
+    requests.sort(key=lambda request: request.lora_task_id or 0)
+    answers = run_all(small, requests)
+    assert_greedy(oracle, requests, answers)
+    assert small.stats.num_preemptions > 0
+    assert small.stats.prefix_cache.hit_tokens > 0
+    again = run_all(small, requests[:3])
+    assert all(again[i].token_ids == answers[i].token_ids for i in again)
+    return requests, answers
+
+
+def engine_config_with_tiny_cache(
+    path: Path, tokenizer_path: Path, engine: Engine, max_num_batched_tokens: int = 64
+) -> EngineConfig:
+    """A cache of 160 tokens: one sequence of 118 fits, twelve do not."""
+    bytes_per_token = TINY_KV_CACHE_BYTES // engine.info.kv_cache_tokens
+    return EngineConfig(
+        model_path=path,
+        tokenizer_path=tokenizer_path,
+        num_threads=1,
+        block_size=8,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=24,
+        kv_cache_memory_bytes=160 * bytes_per_token + 160,
+        lora=LoRAConfig(max_loras=3, lora_cache_host_memory_bytes=512 << 20),
+    )
 
 
 def use_padded_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -52,7 +51,7 @@ class FleetOperator:
             case ReadLayout():
                 return report_output(message.request_id, LayoutReport(self._description.info.adapter_layout))
             case DescribeModel():
-                return report_output(message.request_id, self._describe())
+                return report_output(message.request_id, ModelReport.of(self._description.info))
             case ReadStats() | ReadEvents():
                 raise Unsupported("stats and events of a whole fleet; each worker tells its own on its metrics page")
             case CombineAdapters():
@@ -61,10 +60,6 @@ class FleetOperator:
                 raise Unsupported("weights of a whole fleet; each worker has its own")
             case _:
                 return report_output(message.request_id, await self._ask_all(message))
-
-    def _describe(self) -> Report:
-        info = self._description.info
-        return ModelReport(Path(info.model_path).name, info.max_model_len, info.vocab_size, info.version)
 
     async def _ask_all(self, message: Operate) -> Report:
         operation = message.operation

@@ -65,7 +65,7 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     Raises ConfigError, and OperatorFault on a GPU that computes wrongly.
     """
     device = choose_device(config)
-    wait_for_config = begin_model_config(config.model_path)
+    wait_for_config = begin_model_config(config.model_path, config.model_implementation)
     if device.type == "cpu":
         _prepare_cpu(config)
     tokenizer_path = config.tokenizer_path or config.model_path
@@ -138,6 +138,7 @@ def describe_engine(config: EngineConfig, base: BaseModel) -> EngineInfo:
         device=str(base.device),
         dtype=dtype_name(base.dtype),
         kv_cache_dtype=dtype_name(base.plan.kv_dtype),
+        model_implementation=base.config.implementation,
         version=read_version(),
         clients=ClientPolicy.of(config),
     )

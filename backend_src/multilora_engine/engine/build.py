@@ -161,7 +161,7 @@ def build_model_runner(
         warm_up(model, kv_cache, loras.tables, *max_sizes, config.block_size)
     graphs = capture_graphs(model, kv_cache, config, plan, loras.tables) if has_graphs else None
     pieces = None
-    if has_graphs:
+    if has_graphs and model.config.general is None:
         pool = torch.cuda.graph_pool_handle()
         pieces = capture_pieces(model, kv_cache, config, loras.tables, CudaPieces(pool))
     memory = MemoryAhead(kv_cache.keys, kv_cache.values) if device.type == "cpu" else None

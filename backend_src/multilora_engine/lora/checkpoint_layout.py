@@ -11,5 +11,5 @@ from multilora_wire.layout import AdapterLayout, adapter_layout
 
 def checkpoint_layout(checkpoint: Path, max_rank: int, lora_dtype: str) -> AdapterLayout:
     """The layout that an engine serving `checkpoint` has. Raises ConfigError."""
-    sites = read_model_config(checkpoint).sites
+    sites = read_model_config(checkpoint, "auto").sites
     return adapter_layout(sites, max_rank, lora_dtype, sites_ruled_out(checkpoint, sites))

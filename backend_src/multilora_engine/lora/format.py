@@ -402,6 +402,8 @@ def _read_row(
 ) -> list[_Row]:
     """A row of `lora_config`, as the rows of each expert. bits: the bits of `weights`."""
     where, rank = f"lora_config row {index}", values[2]
+    if values[0] < 0:
+        raise _unknown_module(where, values[0], values[1], layout)
     module = _check_module(where, values[0], values[1], layout)
     check_rank(where, rank, layout)
     if len(values) == 4 and values[3] not in (0, 1):
@@ -444,6 +446,10 @@ def _peft_row(linear: PeftLinear, layout: AdapterLayout) -> _Row:
     check_rank(linear.a.place.key, linear.rank, layout)
     is_dora = linear.magnitude is not None
     _check_dora(linear.name, module, is_dora)
+    if is_dora and not layout.sites.has_dora:
+        raise InvalidRequest(
+            f"{linear.name}: DoRA is not supported for this model, whose checkpoint has linears transposed; train LoRA"
+        )
     if not 0 <= linear.expert < module.experts:
         raise InvalidRequest(f"{linear.name}: expert {linear.expert}, and the model has {module.experts} in this layer")
     a_key = (linear.layer, linear.a) if module.experts > 1 else None
@@ -501,10 +507,7 @@ def _check_module(where: str, module_id: int, layer: int, layout: AdapterLayout)
     sites = layout.sites
     _check_enabled(where, layer, module_id, layout)
     if module_id not in sites.module_names:
-        known = ", ".join(f"{number} {name}" for number, name in sites.module_names.items())
-        raise InvalidRequest(
-            f"{where}: lora module {module_id} not enabled for this model; it has {known}, and layer {layer} was meant"
-        )
+        raise _unknown_module(where, module_id, layer, layout)
     if not 0 <= layer < sites.num_layers:
         raise InvalidRequest(
             f"{where}: Expected layerId to be in the range [0, numModelLayers): {layer}, numModelLayers is "
@@ -532,6 +535,15 @@ def _check_enabled(where: str, layer: int, module_id: int, layout: AdapterLayout
             f"{where}: lora module {left_out.name} not enabled for this model{place}: lora_target_modules of the "
             f"server has {', '.join(layout.sites.target_names)}"
         )
+
+
+def _unknown_module(where: str, module_id: int, layer: int, layout: AdapterLayout) -> InvalidRequest:
+    """The error about an id that no wire module of the model has."""
+    names = layout.sites.module_names.items()
+    known = ", ".join(f"{number} {name}" for number, name in names if number >= 0) or "no module with an id"
+    return InvalidRequest(
+        f"{where}: lora module {module_id} not enabled for this model; it has {known}, and layer {layer} was meant"
+    )
 
 
 def _ruled_out(module: WireModule, layout: AdapterLayout) -> str:

@@ -7,6 +7,7 @@ llama, gemma, phi3, glm4, olmo2, ...       a family each: its numbers and its la
 decoder                                    `Decoder`: embeddings, layers, norm, head
   layers, norms, rotary                    the pieces that layers are made of
   linear                                   `LoRALinear`: a linear, with each token's adapter on top
+general/                                   decoders of transformers' modules, where no family of ours computes
 weights, builder, quantization/            how weights are stored, and which tensors of a checkpoint fill them
 loader, checkpoint                         reads the files of a checkpoint
 model_config, hf_config, rope_config       `config.json`, read and checked

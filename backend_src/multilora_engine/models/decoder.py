@@ -5,6 +5,7 @@ Weights are uninitialised until `loader.load_model` fills the places that `check
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,9 +41,13 @@ from multilora_kernels import (
     lora_expand,
     lora_segments,
 )
+from multilora_wire.sites import ModelSites
 
 EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
 """Names of the modules before and after the layers."""
+
+_ROTARY_BUFFER = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
+"""Stored by old versions of transformers; it follows from config.json."""
 
 _MAX_OWN_ROPES = 64
 """Rotary embeddings of adapters that are kept: each is some numbers for each pair of a head's elements."""
@@ -129,6 +134,9 @@ class Decoder:
     def embedding_rows(self) -> ReadablePlace | None:
         return self._embeddings.readable()
 
+    def ignores(self, name: str) -> bool:
+        return _ROTARY_BUFFER.fullmatch(name) is not None
+
     def forward(
         self, batch: ForwardBatch, kv_cache: KVCache, on_layer: Callable[[], None] = lambda: None
     ) -> torch.Tensor:
@@ -162,7 +170,7 @@ class Decoder:
         normed, _ = self._norm.add(x, update)
         logits = self._lm_head.product(normed, None)
         if len(rows) and lora is not None and lora.outer is not None and lora.outer.changes_head:
-            self._adapt_logits(logits, normed, lora, lora.mapping.index_select(0, rows))
+            adapt_logits(logits, normed, lora, lora.mapping.index_select(0, rows), self.adapter_sites)
         return self._finished(logits.float())
 
     def _embedded(self, batch: ForwardBatch, lora: LoRABatch | None) -> torch.Tensor:
@@ -170,39 +178,8 @@ class Decoder:
         if batch.outer is not None and batch.outer.changes_embeddings:
             assert batch.lora is not None
             assert lora is not None
-            x = self._adapted_embeddings(x, batch.input_ids, batch.lora, lora)
+            x = adapted_embeddings(x, batch.input_ids, batch.lora, lora, self.adapter_sites)
         return x if self.config.embedding_scale == 1.0 else x * self._embedding_scale
-
-    def _adapted_embeddings(
-        self, x: torch.Tensor, token_ids: torch.Tensor, loras: TokenLoRAs, lora: LoRABatch
-    ) -> torch.Tensor:
-        """x with each token's adapter: its own row in the place of the base's, then its LoRA on top."""
-        outer, sites = loras.outer, self.adapter_sites.outer
-        assert outer is not None
-        assert sites is not None
-        if outer.embedding_rows is not None:
-            x = outer.embedding_rows.replace_embeddings(x, token_ids, loras.mapping)
-        if outer.has_embedding_lora:
-            site = sites.embeddings
-            v = lora_embedding(token_ids, loras.mapping, lora.tables, site.column)
-            lora_expand(v, x, lora.tables, site.column, (site.out_size,), lora.segments)
-        return x
-
-    def _adapt_logits(
-        self, logits: torch.Tensor, normed: torch.Tensor, loras: TokenLoRAs, mapping: torch.Tensor
-    ) -> None:
-        """Change each row's logits in place: its adapter's own rows in the place of the base's, then its LoRA on top.
-
-        logits, normed: rows of the head's product and of its input. mapping: their adapters.
-        """
-        outer, sites = loras.outer, self.adapter_sites.outer
-        assert outer is not None
-        assert sites is not None
-        if outer.head_rows is not None:
-            outer.head_rows.replace_logits(logits, normed, mapping)
-        if outer.has_head_lora:
-            segments = lora_segments(mapping, max_loras=len(loras.tables.rank))
-            lora_apply(normed, logits, loras.tables, sites.head.column, (sites.head.out_size,), segments)
 
     def _finished(self, logits: torch.Tensor) -> torch.Tensor:
         """logits: the head's product, changed in place."""
@@ -295,6 +272,41 @@ class Decoder:
             )
             for rope, window in self._packed_kinds
         )
+
+
+def adapted_embeddings(
+    x: torch.Tensor, token_ids: torch.Tensor, loras: TokenLoRAs, lora: LoRABatch, sites: ModelSites
+) -> torch.Tensor:
+    """x with each token's adapter: its own row in the place of the base's, then its LoRA on top.
+
+    x: embeddings of `token_ids`, [num_tokens, hidden_size].
+    """
+    assert loras.outer is not None
+    assert sites.outer is not None
+    if loras.outer.embedding_rows is not None:
+        x = loras.outer.embedding_rows.replace_embeddings(x, token_ids, loras.mapping)
+    if loras.outer.has_embedding_lora:
+        site = sites.outer.embeddings
+        v = lora_embedding(token_ids, loras.mapping, lora.tables, site.column)
+        lora_expand(v, x, lora.tables, site.column, (site.out_size,), lora.segments)
+    return x
+
+
+def adapt_logits(
+    logits: torch.Tensor, normed: torch.Tensor, loras: TokenLoRAs, mapping: torch.Tensor, sites: ModelSites
+) -> None:
+    """Change each row's logits in place: its adapter's own rows in the place of the base's, then its LoRA on top.
+
+    logits, normed: rows of the head's product and of its input. mapping: their adapters.
+    """
+    assert loras.outer is not None
+    assert sites.outer is not None
+    if loras.outer.head_rows is not None:
+        loras.outer.head_rows.replace_logits(logits, normed, mapping)
+    if loras.outer.has_head_lora:
+        head = sites.outer.head
+        segments = lora_segments(mapping, max_loras=len(loras.tables.rank))
+        lora_apply(normed, logits, loras.tables, head.column, (head.out_size,), segments)
 
 
 def _batched(batch: ForwardBatch) -> LoRABatch | None:

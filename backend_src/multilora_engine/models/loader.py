@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,12 +13,10 @@ from multilora_engine.models.checkpoint import Checkpoint, opened
 from multilora_engine.models.model import Model
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.quantization.format import weight_format
-from multilora_engine.models.registry import build_model, read_model_config
+from multilora_engine.models.registry import build_model, check_model, read_model_config
 from multilora_engine.models.weights import Destination, Placement, WeightFormat
 
 _FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_ROTARY_BUFFER = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
-"""Stored by old versions of transformers; it follows from config.json."""
 
 
 def load_model(
@@ -34,16 +31,17 @@ def load_model(
     has read it already.
 
     Raises ConfigError, which names the tensor, when one is missing, unexpected, stored twice, of another shape or type,
-    or disagrees with another.
+    or disagrees with another; also where `check_model` finds another answer than transformers gives.
     """
     config = config or read_model_config(path)
     checkpoint = Checkpoint(path)
     weights = weight_format(checkpoint, placement)
-    model = build_model(config, weights)
+    model = build_model(config, weights, checkpoint.tensors)
     loading = _Loading(model, weights, on_progress)
     for file in checkpoint.files:
         loading.read_file(file)
     loading.finish(path)
+    check_model(model)
     return model
 
 
@@ -69,6 +67,8 @@ class _Loading:
         self._expected = frozenset(self._waiting)
         self._on_progress = on_progress
         self._embeddings = model.embedding_rows()
+        self._ignores = model.ignores
+        self._head, self._embeddings_name = model.config.head_name, model.config.embeddings_name
         self._tied_head: torch.Tensor | None = None
         self._is_tied = model.config.tie_word_embeddings and self._embeddings is not None
 
@@ -83,7 +83,7 @@ class _Loading:
             raise ConfigError(f"{path}: {len(self._waiting)} tensors are missing from the checkpoint: {names}")
         if self._tied_head is not None and not self._is_embedding(self._tied_head):
             raise ConfigError(
-                f"{path}: lm_head.weight differs from model.embed_tokens.weight although config.json says "
+                f"{path}: {self._head}.weight differs from {self._embeddings_name}.weight although config.json says "
                 "tie_word_embeddings; write false there to use it"
             )
 
@@ -93,9 +93,9 @@ class _Loading:
         return torch.equal(head.to(embeddings), embeddings)
 
     def _take(self, name: str, tensor: torch.Tensor, file: Path) -> None:
-        if _ROTARY_BUFFER.fullmatch(name):
+        if name not in self._expected and self._ignores(name):
             return
-        if name == "lm_head.weight" and self._is_tied:
+        if name == f"{self._head}.weight" and self._is_tied:
             self._tied_head = tensor
             return
         if name not in self._expected and self._weights.ignores(name, tensor):
@@ -107,7 +107,7 @@ class _Loading:
             self._on_progress(len(self._expected) - len(self._waiting), len(self._expected))
 
     def _claim(self, name: str, file: Path) -> Destination:
-        if name not in self._expected and self._is_tied and name.startswith("lm_head."):
+        if name not in self._expected and self._is_tied and name.startswith(f"{self._head}."):
             raise ConfigError(
                 f"{file}: tensor {name} is part of a head of its own although config.json says tie_word_embeddings; "
                 "write false there to use it"

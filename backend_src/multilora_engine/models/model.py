@@ -106,6 +106,10 @@ class Model(Protocol):
         """The place of the embeddings, which a checkpoint may repeat as the tied head; None where they are codes."""
         ...
 
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor of a checkpoint that has no place here follows from config.json, and is passed over."""
+        ...
+
     def limit_length(self, max_model_len: int) -> None:
         """The longest sequence has so many tokens. Called once, before the first step."""
         ...

@@ -37,6 +37,23 @@ class Routing:
 
 
 @dataclass(frozen=True)
+class GeneralDecoder:
+    """A decoder whose layers are transformers' modules (`models/general`), by a trace of them.
+
+    checkpoint: its directory. embeddings, head, body: names of modules; the body makes the rows that the head reads.
+    attentions: the modules that attend, by layer.
+    groups: the linears with sites; those of one group have the same input.
+    """
+
+    checkpoint: Path
+    embeddings: str
+    head: str
+    body: str
+    attentions: tuple[str, ...]
+    groups: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The numbers of a decoder that the KV cache, the adapters and the families' layers read.
 
@@ -49,6 +66,7 @@ class ModelConfig:
     embedding_scale, residual_scale, logit_scale: factors of embeddings, of each update of the residual stream, and of
         logits.
     end_token_ids: of config.json and generation_config.json, tokens of the vocabulary.
+    general: None for a model whose layers are the engine's own. With it, fields that only those layers read are empty.
     """
 
     architecture: str
@@ -79,6 +97,22 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    general: GeneralDecoder | None = None
+
+    @property
+    def implementation(self) -> Literal["native", "transformers"]:
+        """Who computes the layers."""
+        return "native" if self.general is None else "transformers"
+
+    @property
+    def embeddings_name(self) -> str:
+        """The module of the embeddings."""
+        return "model.embed_tokens" if self.general is None else self.general.embeddings
+
+    @property
+    def head_name(self) -> str:
+        """The module of the head."""
+        return "lm_head" if self.general is None else self.general.head
 
     @property
     def q_size(self) -> int:
@@ -120,8 +154,8 @@ def decoder_config(path: Path, raw: Mapping[str, Any], fields: Mapping[str, Any]
         layer_ropes=layer_ropes,
         sliding_window=_sliding_windows(fields),
         tie_word_embeddings=fields["tie_word_embeddings"],
-        dtype=_dtype(raw),
-        end_token_ids=_end_token_ids(path, raw, fields["vocab_size"]),
+        dtype=read_dtype(raw),
+        end_token_ids=read_end_token_ids(path, raw, fields["vocab_size"]),
         sites=config_sites({"model_type": raw["model_type"], **fields}),
         qkv_bias=attention_bias,
         output_bias=attention_bias,
@@ -177,14 +211,15 @@ def _sliding_windows(fields: Mapping[str, Any]) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _dtype(raw: Mapping[str, Any]) -> str:
+def read_dtype(raw: Mapping[str, Any]) -> str:
+    """The type that config.json names, float32 if it names none. Raises ConfigError for another than a float."""
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     if dtype not in _DTYPES:
         raise ConfigError(f"config.json: dtype {dtype!r} is not supported; supported are: {', '.join(_DTYPES)}")
     return str(dtype)
 
 
-def _end_token_ids(path: Path, raw: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+def read_end_token_ids(path: Path, raw: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
     """The union of `eos_token_id` (one id or a list) in both files, those of generation_config.json first.
 
     Ids that no token has, as of a tokenizer with more tokens than the model, end nothing and are left out.

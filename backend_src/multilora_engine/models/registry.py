@@ -8,17 +8,23 @@ tests/engine/models/test_decoder.py and tests/engine/test_parity.py, which compa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from multilora_engine.config import ModelImplementation
 from multilora_engine.errors import ConfigError
 from multilora_engine.models import cohere2, gemma, glm4, llama, moe, olmo2, phi3, starcoder2
 from multilora_engine.models.decoder import Architecture, Decoder
 from multilora_engine.models.hf_config import begin_completing
 from multilora_engine.models.model import Model
-from multilora_engine.models.model_config import ModelConfig, check_shape, decoder_config, read_json
+from multilora_engine.models.model_config import (
+    ModelConfig,
+    check_shape,
+    decoder_config,
+    read_json,
+)
 from multilora_engine.models.weights import WeightFormat
 from multilora_wire.checkpoint_directory import why_no_checkpoint
 
@@ -65,19 +71,22 @@ FAMILIES: dict[str, Family] = {
 """The families by the name in `architectures` of config.json."""
 
 
-def read_model_config(path: Path) -> ModelConfig:
+def read_model_config(path: Path, implementation: ModelImplementation = "native") -> ModelConfig:
     """Read `config.json` (and the end tokens of `generation_config.json`) of a checkpoint directory.
 
-    Raises ConfigError for a family, activation or rope type that is not served.
+    implementation: who is to compute the layers. Raises ConfigError for a family, activation or rope type that is not
+    served.
     """
-    return begin_model_config(path)()
+    return begin_model_config(path, implementation)()
 
 
-def begin_model_config(path: Path) -> Callable[[], ModelConfig]:
+def begin_model_config(path: Path, implementation: ModelImplementation = "native") -> Callable[[], ModelConfig]:
     """Start a `read_model_config`. The returned function waits for the result; either call raises ConfigError."""
     if reason := why_no_checkpoint(path):
         raise ConfigError(reason)
     raw = read_json(path / "config.json")
+    if implementation == "transformers" or (implementation == "auto" and not _is_native(raw)):
+        return lambda: _general_config(path, raw)
     name = _architecture_name(raw)
     wait = begin_completing(raw)
     return lambda: _model_config(path, raw, name, wait())
@@ -91,9 +100,37 @@ def _model_config(path: Path, raw: Mapping[str, Any], name: str, fields: Mapping
     return config
 
 
-def build_model(config: ModelConfig, weights: WeightFormat) -> Model:
-    """The model without weights yet, which will be stored as `weights` says."""
+def _general_config(path: Path, raw: Mapping[str, Any]) -> ModelConfig:
+    # Here, as all of models/general: it imports transformers, which takes a second.
+    from multilora_engine.models.general.config import read_general_config
+
+    return read_general_config(path, raw)
+
+
+def build_model(config: ModelConfig, weights: WeightFormat, tensor_names: Iterable[str] = ()) -> Model:
+    """The model without weights yet, which will be stored as `weights` says. tensor_names: of the checkpoint."""
+    if config.general is not None:
+        from multilora_engine.models.general.model import GeneralModel
+
+        return GeneralModel(config, config.general, weights, tensor_names)
     return Decoder(config, FAMILIES[config.architecture].architecture, weights)
+
+
+def check_model(model: Model) -> None:
+    """Compare a loaded model of transformers' modules with transformers' own attention. Raises ConfigError."""
+    if model.config.general is not None:
+        from multilora_engine.models.general.probe import check_attention
+
+        check_attention(model)
+
+
+def _is_native(raw: Mapping[str, Any]) -> bool:
+    """Whether the engine has layers of its own for one of the `architectures`."""
+    names = raw.get("architectures")
+    return isinstance(names, list) and any(
+        isinstance(name, str) and name in FAMILIES and FAMILIES[name].model_type == raw.get("model_type")
+        for name in names
+    )
 
 
 def _architecture_name(raw: dict[str, Any]) -> str:

@@ -6,7 +6,8 @@ the tiers, whose import takes seconds and tens of MB.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
@@ -17,6 +18,9 @@ from multilora_engine.process.telemetry import RequestStats, Usage
 from multilora_wire.adapter_event import AdapterEvent
 from multilora_wire.adapter_info import AdapterInfo
 from multilora_wire.layout import AdapterLayout
+
+if TYPE_CHECKING:
+    from multilora_engine.engine_info import EngineInfo
 
 _MAX_TASK_ID = 2**64 - 1
 _MAX_NAMES, _MAX_GLOBS, _MAX_NAME_CHARS = 1024, 64, 256
@@ -224,12 +228,21 @@ class LayoutReport(msgspec.Struct, frozen=True):
 
 
 class ModelReport(msgspec.Struct, frozen=True):
-    """The answer to `describe`. model: the name of its checkpoint's directory. version: of the engine."""
+    """The answer to `describe`. model: the name of its checkpoint's directory. version: of the engine.
+
+    model_implementation: as of `EngineInfo`.
+    """
 
     model: str
     max_model_len: int
     vocab_size: int
     version: str
+    model_implementation: str
+
+    @classmethod
+    def of(cls, info: EngineInfo) -> ModelReport:
+        name = Path(info.model_path).name
+        return cls(name, info.max_model_len, info.vocab_size, info.version, info.model_implementation)
 
 
 class WeightList(msgspec.Struct, frozen=True):

@@ -181,7 +181,7 @@ class EngineServer:
             usage,
             self._clients,
             self._read_load,
-            _describe(engine.info),
+            ModelReport.of(engine.info),
             engine.weights,
         )
         self._fronts = Fronts(router, self._drop_front)
@@ -451,10 +451,6 @@ def serve(
 
 def _awaited_report(request_id: str, pending: PendingReport) -> TokenOutput:
     return report_output(request_id, pending.report())
-
-
-def _describe(info: EngineInfo) -> ModelReport:
-    return ModelReport(Path(info.model_path).name, info.max_model_len, info.vocab_size, info.version)
 
 
 def _internal(error: Exception) -> InternalError:

@@ -19,7 +19,13 @@ from multilora_client.tensors import flat_values
 
 from ..conftest import SAVED_SITES
 
-MODEL = {"model": "tiny", "max_model_len": 4096, "vocab_size": 11, "version": "1"}
+MODEL = {
+    "model": "tiny",
+    "max_model_len": 4096,
+    "vocab_size": 11,
+    "version": "1",
+    "model_implementation": "transformers",
+}
 PAGE = {"X-Multilora-Console": "1"}
 """The header that the page sends with every request."""
 

@@ -154,6 +154,7 @@ def test_the_model_is_described(link: EngineLink) -> None:
         "max_model_len": INFO.max_model_len,
         "vocab_size": INFO.vocab_size,
         "version": INFO.version,
+        "model_implementation": "native",
     }
 
 

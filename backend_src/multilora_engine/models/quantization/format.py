@@ -157,7 +157,7 @@ def sites_ruled_out(path: Path, sites: ModelSites) -> list[str]:
     A site is also meant by the name of the linear that some checkpoints fuse it into, such as `qkv_proj`.
     """
     rules = _read(path).rules
-    names = {site.column: [f"model.{site.name}"] for site in sites.sites}
+    names = {site.column: [sites.full_name(site.name)] for site in sites.sites}
     if sites.outer is not None:
         names |= {sites.outer.embeddings.column: ["model.embed_tokens"], sites.outer.head.column: ["lm_head"]}
     for module in sites.modules:

@@ -65,7 +65,8 @@ async function poll() {
 function begin(about) {
   state.about = about;
   say(byId("model"), about.model.model);
-  byId("model").title = `${about.model.max_model_len.toLocaleString("en-US")} tokens of context, engine ${about.model.version}`;
+  const layers = about.model.model_implementation === "native" ? "" : `, layers of ${about.model.model_implementation}`;
+  byId("model").title = `${about.model.max_model_len.toLocaleString("en-US")} tokens of context, engine ${about.model.version}${layers}`;
   byId("read-only").hidden = !about.is_read_only;
   for (const button of document.querySelectorAll("[data-writes]")) {
     button.hidden = about.is_read_only;

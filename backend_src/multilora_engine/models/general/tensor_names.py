@@ -1,0 +1,67 @@
+"""Which tensor of a checkpoint belongs to which module: by the renamings that transformers applies when it loads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from multilora_engine.errors import ConfigError
+
+
+class TensorNames:
+    """The checkpoint's names of the tensors of a tree."""
+
+    def __init__(self, tree: PreTrainedModel, tensor_names: Iterable[str]) -> None:
+        """tensor_names: of the checkpoint. Raises ConfigError for a tensor that transformers makes others of."""
+        transforms = get_model_conversion_mapping(tree)
+        self._renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+        self._converters = [one for one in transforms if isinstance(one, WeightConverter)]
+        self._prefix = f"{tree.base_model_prefix}."
+        self._modules = {name for name, _ in tree.named_modules()}
+        self._ignored = [*(tree._keys_to_ignore_on_load_unexpected or ()), *_old_buffers(tree)]
+        self._tensor_of: dict[str, str] = {}
+        self._module_of: dict[str, str] = {}
+        for stored in tensor_names:
+            name = self._name_in_tree(stored)
+            self._tensor_of.setdefault(name, stored)
+            (module, _, leaf), (stored_module, _, stored_leaf) = name.rpartition("."), stored.rpartition(".")
+            if leaf == stored_leaf:
+                self._module_of.setdefault(module, stored_module)
+
+    def tensor(self, name: str) -> str:
+        """The checkpoint's name of a tensor of the tree; that of the tree where the checkpoint has none."""
+        return self._tensor_of.get(name, name)
+
+    def module(self, name: str) -> str:
+        """The checkpoint's name of a module whose tensors have names of their own, such as those of codes."""
+        return self._module_of.get(name, name)
+
+    def ignores(self, stored: str) -> bool:
+        """Whether transformers passes a tensor over: its module computes it, or no longer has it."""
+        return any(re.search(pattern, self._name_in_tree(stored)) for pattern in self._ignored)
+
+    def _name_in_tree(self, stored: str) -> str:
+        name, converted = rename_source_key(stored, self._renamings, self._converters)
+        if converted is not None:
+            raise ConfigError(
+                f"tensor {stored}: transformers makes other tensors of it at the load, which is not served"
+            )
+        return self._with_prefix(name)
+
+    def _with_prefix(self, name: str) -> str:
+        """A checkpoint of the body alone lacks the prefix that the body has in the whole model, and the reverse."""
+        if name.rpartition(".")[0] in self._modules:
+            return name
+        other = name.removeprefix(self._prefix) if name.startswith(self._prefix) else self._prefix + name
+        return other if other.rpartition(".")[0] in self._modules else name
+
+
+def _old_buffers(tree: PreTrainedModel) -> list[str]:
+    """Buffers that old versions stored and that follow from the config, as transformers ignores them."""
+    buffers = [name for name, _ in tree.named_buffers()]
+    old = {r"rotary_emb\.inv_freq": "rotary_emb.inv_freq", r"(^|\.)position_ids$": "position_ids"}
+    return [pattern for pattern, ending in old.items() if any(name.endswith(ending) for name in buffers)]

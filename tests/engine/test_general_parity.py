@@ -1,0 +1,53 @@
+"""Decoders of transformers' modules in the whole engine, against transformers + PEFT: the same greedy tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.engines import run_all
+from support.oracle import Oracle
+from support.parity import answer_as_peft_does_in_little_memory, assert_adapters_matter, build_small_engine
+from transformers.pytorch_utils import Conv1D
+
+from checkpoints.tiny_decoders import tiny_decoder
+from multilora_engine.request import GenerationRequest
+
+SHORT = ("gpt2", "gpt_neox", "phi", "stablelm", "opt", "gemma")
+"""Transposed and fused linears, learned positions, biases, parallel layers, partly turned heads, scaled embeddings."""
+
+
+@pytest.mark.parametrize("model_type", SHORT)
+def test_decoders_of_transformers_answer_as_peft_does_through_chunks_preemption_and_reused_prefixes(
+    model_type: str, tmp_path: Path, default_model_dir: Path
+) -> None:
+    oracle, path = save_with_adapters(model_type, tmp_path)
+    small = build_small_engine(
+        oracle, path, default_model_dir, enable_async_scheduling=True, model_implementation="transformers"
+    )
+    assert small.info.model_implementation == "transformers"
+    requests, answers = answer_as_peft_does_in_little_memory(oracle, small)
+    base = [GenerationRequest(r.request_id, r.prompt_token_ids, r.sampling) for r in requests]
+    assert_adapters_matter(requests, answers, run_all(small, base))
+
+
+def save_with_adapters(model_type: str, directory: Path) -> tuple[Oracle, Path]:
+    """A model with random weights and adapters on its linears, and its checkpoint."""
+    model = tiny_decoder(model_type)
+    model.save_pretrained(directory / "checkpoint")
+    linears = linears_of_layers(model)
+    oracle = Oracle(model, directory)
+    oracle.add_random("rank 1 all", 1, linears, seed=1)
+    oracle.add_random("rank 7 some", 7, linears[::2], seed=2)
+    oracle.add_random("rank 16 rsLoRA", 16, linears[1:], seed=3, use_rslora=True)
+    oracle.add_random(
+        "rank 64 and others", 64, linears, seed=4, rank_pattern={linears[-1]: 3}, alpha_pattern={linears[0]: 9}
+    )
+    return oracle, directory / "checkpoint"
+
+
+def linears_of_layers(model: torch.nn.Module) -> list[str]:
+    """The last parts of the names of all linears in layers, in order."""
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)]
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names if ".0." in name))
