@@ -16,9 +16,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from multilora_client.cli import app
-from multilora_engine.engine.memory import _HEADER_PAGES, _check_tier
+from multilora_engine.engine.memory import _check_tier
 from multilora_engine.errors import ConfigError
-from multilora_wire.layout import AdapterLayout, adapter_layout
+from multilora_wire.layout import AdapterLayout, adapter_layout, header_pages
 from multilora_wire.sites import decoder_sites
 
 PIRATE = {
@@ -216,7 +216,7 @@ def test_size_never_tells_less_than_a_server_starts_with(fake_triton: Any) -> No
     result = run(fake_triton, "size", "--rank", 4, "--num", 3, "--json")
     sizes = json.loads(result.stdout)
     _check_tier(layout, sizes["lora_cache_host_memory_bytes"] // layout.page_bytes, "host", "")
-    _check_tier(layout, sizes["lora_cache_disk_bytes"] // layout.page_bytes - _HEADER_PAGES, "disk", "")
+    _check_tier(layout, sizes["lora_cache_disk_bytes"] // layout.page_bytes - header_pages(layout), "disk", "")
     with pytest.raises(ConfigError, match="to hold 1 max sized LoRA"):
         _check_tier(layout, sizes["lora_cache_host_memory_bytes"] // layout.page_bytes - 1, "host", "")
     assert "a server starts only with room for one adapter of max_lora_rank (64)" in result.stderr

@@ -214,9 +214,16 @@ def own_pieces(rows: Iterable[PackedRow], layout: AdapterLayout) -> Iterator[tup
 
 def page_shape(rows: Iterable[PackedRow], num_pages: int, layout: AdapterLayout) -> PageShape:
     """The shape of the pages that packing gave these rows."""
-    if layout.largest_piece.num_bytes <= layout.page_bytes:
-        rows = [row for row in rows if row.layer == OUTER_LAYER]
-    sizes = [piece.num_bytes for _, piece in own_pieces(rows, layout)]
+    spanning: dict[tuple[int, int, int], bool] = {}
+    wide: list[PackedRow] = []
+    for row in rows:
+        key = (row.layer, row.module_id, row.rank)
+        if key not in spanning:
+            pieces = layout.pieces(module_of(row, layout), row.rank, row.is_dora)
+            spanning[key] = any(piece.num_bytes > layout.page_bytes for piece in pieces)
+        if spanning[key]:
+            wide.append(row)
+    sizes = (piece.num_bytes for _, piece in own_pieces(wide, layout))
     runs = sorted((num_run_pages(size, layout.page_bytes) for size in sizes if size > layout.page_bytes), reverse=True)
     return PageShape(num_pages - sum(runs), tuple(runs))
 
