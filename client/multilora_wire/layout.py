@@ -91,12 +91,6 @@ class AdapterLayout:
         return CODE_BITS.get(self.lora_dtype, 0)
 
     @cached_property
-    def largest_piece(self) -> Piece:
-        """The largest piece of the rows that `lora_config` can name."""
-        pieces = chain.from_iterable(self.pieces(module, self.max_rank, True) for module in self.sites.modules)
-        return max(pieces, key=lambda piece: piece.num_bytes)
-
-    @cached_property
     def fingerprint(self) -> str:
         """64 hex digits, different for models with different sites.
 

@@ -242,9 +242,7 @@ class HostTier:
     def fill(self, adapter: CachedAdapter, packed: PackedAdapter) -> None:
         """Copy an adapter into its pages."""
         started = time.perf_counter()
-        # Page by page: indexing with a list copies byte by byte, six times slower.
-        for source, target in zip(packed.pages, self.views(adapter), strict=True):
-            target.copy_(source)
+        copy_pages(packed.pages, self.views(adapter))
         self.note_filled(adapter, packed.rows, time.perf_counter() - started)
 
     def note_filled(self, adapter: CachedAdapter, rows: list[PackedRow], seconds: float) -> None:
@@ -360,6 +358,13 @@ class HostTier:
         held = (adapter for adapter in self.current if adapter.state.is_held)
         assert self.num_held_pages == sum(adapter.num_pages for adapter in held)
         assert self.num_promised_pages == sum(adapter.num_pages for adapter in self._arrivals)
+
+
+def copy_pages(sources: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    """sources: uint8 [num_pages, page_bytes]. targets: as many, uint8 [page_bytes] each."""
+    # Page by page: indexing with a list copies byte by byte, six times slower.
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
 
 
 def _is_only_held(adapter: CachedAdapter, replaced: CachedAdapter | None) -> bool:

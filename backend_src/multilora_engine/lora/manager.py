@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from functools import partial
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -22,7 +22,7 @@ from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.disk_traffic import DiskTraffic
 from multilora_engine.lora.format import check_size, kinds_of, ranks_of
-from multilora_engine.lora.host_tier import Arrival, HostTier, Loan, PlannedAdapter
+from multilora_engine.lora.host_tier import Arrival, HostTier, Loan, PlannedAdapter, copy_pages
 from multilora_engine.lora.inventory import Inventory
 from multilora_engine.lora.layout import AdapterTraits, PackedAdapter, PackedRow, TableEntries, page_shape
 from multilora_engine.lora.life_cycle import LoRAStats, OnEvent, adapter_event, ignore_event
@@ -30,6 +30,9 @@ from multilora_engine.lora.memory_tiers import MemoryTiers
 from multilora_engine.lora.names import TaskId
 from multilora_wire.adapter_event import EventKind
 from multilora_wire.layout import PageShape
+
+LARGEST_COPY_BYTES = 64 << 20
+"""Of an adapter that the engine's thread copies into its pages itself: some 20 ms."""
 
 _MAX_ARRIVALS = 256
 """Adapters on disk that may wait for room: each has a file open."""
@@ -277,6 +280,8 @@ class LoRAManager:
         """Save the adapters that the next start should find, the most recently used that fit, and end all threads."""
         self.host.close()
         self._traffic.close(self.host.latest)
+        if "_copier" in vars(self):
+            self._copier.shutdown()
 
     def check_integrity(self) -> None:
         """All tiers are sound. For tests, after every step."""
@@ -334,12 +339,32 @@ class LoRAManager:
         kinds, traits = kinds_of(packed.rows, packed.traits), packed.traits
         adapter = CachedAdapter(lora_task_id, packed.digest, ranks, shape, name, state, kinds=kinds, traits=traits)
         adapter.entries = packed.entries or TableEntries.of(packed.rows, self.device.layout)
+        if isinstance(packed, PackedAdapter) and packed.pages.nbytes > LARGEST_COPY_BYTES:
+            packed = self._copied_beside(packed, adapter.entries)
         if isinstance(packed, PlannedAdapter):
             arrival = Arrival(partial(self._traffic.make, adapter, packed), packed.end, packed.num_lent_pages)
         else:
             arrival = Arrival(partial(self._fill, adapter, packed))
         self._arrive(adapter, arrival)
         return adapter
+
+    def _copied_beside(self, packed: PackedAdapter, entries: TableEntries) -> PlannedAdapter:
+        """A packed adapter that another thread copies into its pages."""
+        return PlannedAdapter(
+            packed.digest,
+            packed.rows,
+            packed.num_pages,
+            packed.traits,
+            begin=lambda pages: self._copier.submit(copy_pages, packed.pages, pages),
+            end=lambda: None,
+            num_lent_pages=0,
+            entries=entries,
+        )
+
+    @cached_property
+    def _copier(self) -> Executor:
+        """Made for the first adapter that needs it."""
+        return ThreadPoolExecutor(1, "adapter-copy")
 
     def _fill(self, adapter: CachedAdapter, packed: PackedAdapter) -> None:
         self.host.fill(adapter, packed)

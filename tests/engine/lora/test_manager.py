@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import tempfile
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
@@ -36,7 +37,7 @@ from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.free_pages import PagePool
-from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.host_tier import HostTier, copy_pages
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.life_cycle import OnEvent, ignore_event
 from multilora_engine.lora.manager import LoRAManager
@@ -1248,4 +1249,34 @@ def test_a_request_for_one_on_disk_waits_while_requests_hold_all_of_the_memory(t
     assert_tables_hold(manager, second, CONTENTS[0][0])
     manager.memory.release(second)
     manager.memory.unpin(second)
+    manager.close()
+
+
+def test_a_large_adapter_is_copied_beside_the_steps_and_waits_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread would stand still for the copy."""
+    monkeypatch.setattr("multilora_engine.lora.manager.LARGEST_COPY_BYTES", 0)
+    may_copy = threading.Event()
+
+    def copy(sources: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+        assert may_copy.wait(10)
+        copy_pages(sources, targets)
+
+    monkeypatch.setattr("multilora_engine.lora.manager.copy_pages", copy)
+    manager = build_manager(16, None, "replace")
+    wire, packed = CONTENTS[1]
+    arriving = manager.put(7, packed)
+    gone = manager.put(8, CONTENTS[2][1])
+    manager.pin(7)
+    assert not manager.memory.acquire(arriving)
+    manager.unload(8)
+    manager.check_integrity()
+    may_copy.set()
+    while manager.is_busy:
+        manager.wait(10)
+        assert not manager.poll()
+        manager.check_integrity()
+    assert manager.memory.acquire(arriving)
+    assert_tables_hold(manager, arriving, wire)
+    assert gone.state.memory is Memory.GONE
+    assert manager.host.pool.num_free == 16 - len(arriving.pages)
     manager.close()
