@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from multilora_kernels import reference
+from multilora_kernels.cpu import compiled_kernels
+from multilora_kernels.dispatch import compiled_for
 from multilora_kernels.packed_experts import PackedExperts
 from multilora_kernels.tables import ExpertLoRA
 
@@ -19,7 +21,9 @@ def route(logits: torch.Tensor, top_k: int, is_normalised: bool) -> tuple[torch.
     largest first.
     """
     assert 1 <= top_k <= logits.shape[1]
-    return reference.route(logits, top_k, is_normalised)
+    library = compiled_for(logits) if logits.dtype == torch.float32 else None
+    function = reference.route if library is None else library.route
+    return function(logits, top_k, is_normalised)
 
 
 def expert_mlp(
@@ -51,4 +55,9 @@ def expert_mlp(
     Returns [num_tokens, H] in the dtype of x. Raises IndexError on a CPU with compiled kernels for an expert, or a row
     of the tables, that does not exist.
     """
-    return reference.expert_mlp(x, expert_ids, weights, gate_up, down, gate_up_bias, down_bias, clamp_limit, lora)
+    if not gate_up.is_packed:
+        return reference.expert_mlp(x, expert_ids, weights, gate_up, down, gate_up_bias, down_bias, clamp_limit, lora)
+    num_experts, num_inner, _ = gate_up.shape
+    packed = (num_experts, gate_up.panels, num_inner, down.panels, down.shape[1])
+    others = (gate_up_bias, down_bias, clamp_limit, lora)
+    return compiled_kernels().expert_mlp(x, expert_ids, weights, *packed, *others)  # type: ignore[no-any-return]

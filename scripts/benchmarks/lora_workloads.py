@@ -14,15 +14,20 @@ import torch
 
 from multilora_kernels import (
     CodeType,
+    ExpertLoRA,
     HugePages,
     LoRASegments,
     LoRATables,
+    PackedExperts,
     PackedWeight,
     QuantizedWeight,
+    activation_dtype,
+    expert_mlp,
     lora_apply,
     lora_linear,
     lora_segments,
     packed_linear,
+    route,
 )
 
 VOCAB_SIZE = 128256
@@ -170,6 +175,149 @@ class Batch:
         weight = PackedWeight.empty(shape.out_features, shape.in_features, self.dtype, device, self.dtype, pages)
         weight.data.fill_(0.02)
         return weight
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of one layer, and how many layers are computed, each with weights of its own."""
+
+    name: str
+    num_experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    num_layers: int = 2
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of one expert."""
+        return 3 * self.hidden * self.inner
+
+
+OLMOE = Mixture("OLMoE-1B-7B", num_experts=64, top_k=8, hidden=2048, inner=1024)
+QWEN3_MOE = Mixture("Qwen3-30B-A3B", num_experts=128, top_k=8, hidden=2048, inner=768)
+
+_GROUP_SIZE = 128
+"""Inputs that share a scale of w4a16 weights."""
+
+
+class ExpertBatch:
+    """Experts of bfloat16 or of w4a16, tokens that choose among them at random, and an adapter of all experts each.
+
+    adapters: the tokens' adapters are numbers 0 .. num_adapters - 1 in turn, all of `rank`.
+    """
+
+    def __init__(
+        self, mixture: Mixture, num_tokens: int, has_codes: bool, device: str, num_adapters: int, rank: int = 16
+    ) -> None:
+        self.mixture, self.rank, self._has_codes = mixture, rank, has_codes
+        self._device = torch.device(device)
+        self._dtype = activation_dtype(torch.bfloat16, self._device)
+        pages = HugePages()
+        self._layers = [
+            (
+                self._experts(2 * mixture.inner, mixture.hidden, pages),
+                self._experts(mixture.hidden, mixture.inner, pages),
+            )
+            for _ in range(mixture.num_layers)
+        ]
+        self._x = torch.randn(num_tokens, mixture.hidden, device=device).to(self._dtype)
+        logits = torch.randn(mixture.num_layers, num_tokens, mixture.num_experts, device=device)
+        self._routes = [route(of_layer, mixture.top_k, True) for of_layer in logits]
+        self._mapping = torch.arange(num_tokens, device=device) % num_adapters
+        self._tables = self._adapters(num_adapters)
+
+    def base(self) -> None:
+        """The experts of all layers."""
+        for (gate_up, down), (expert_ids, weights) in zip(self._layers, self._routes, strict=True):
+            expert_mlp(self._x, expert_ids, weights, gate_up, down)
+
+    def with_adapters(self) -> None:
+        """The same with each token's adapter."""
+        num_experts = self.mixture.num_experts
+        for layer, ((gate_up, down), (expert_ids, weights)) in enumerate(zip(self._layers, self._routes, strict=True)):
+            first = 3 * num_experts * layer
+            columns = (first, first + num_experts, first + 2 * num_experts)
+            lora = ExpertLoRA(self._tables, self._mapping, *columns)
+            expert_mlp(self._x, expert_ids, weights, gate_up, down, lora=lora)
+
+    @property
+    def base_bytes(self) -> float:
+        """Bytes of the experts that are used."""
+        bits = 4 + 16 / _GROUP_SIZE if self._has_codes else 16
+        used = sum(len(expert_ids.unique()) for expert_ids, _ in self._routes)
+        return used * self.mixture.expert_weights * bits / 8
+
+    @property
+    def adapter_bytes(self) -> float:
+        """Bytes of the adapters of the experts that are used."""
+        used = 0
+        for expert_ids, _ in self._routes:
+            pairs = self._mapping[:, None] * self.mixture.num_experts + expert_ids
+            used += len(pairs.unique())
+        return used * self._values_of_update * torch.bfloat16.itemsize
+
+    @property
+    def base_flops(self) -> float:
+        """Multiplications and additions of the experts."""
+        return 2.0 * self._num_pairs * self.mixture.expert_weights
+
+    @property
+    def adapter_flops(self) -> float:
+        """Multiplications and additions of the adapters."""
+        return 2.0 * self._num_pairs * self._values_of_update
+
+    @property
+    def _num_pairs(self) -> int:
+        return self.mixture.num_layers * len(self._x) * self.mixture.top_k
+
+    @property
+    def _values_of_update(self) -> int:
+        return 3 * self.rank * (self.mixture.hidden + self.mixture.inner)
+
+    def _experts(self, out_features: int, in_features: int, pages: HugePages) -> PackedExperts:
+        shape = (self.mixture.num_experts, out_features, in_features)
+        if not self._has_codes:
+            experts = PackedExperts.empty(*shape, torch.bfloat16, self._device, torch.bfloat16, pages)
+            assert isinstance(experts.weight, PackedWeight)
+            experts.weight.data.fill_(0.02)
+            return experts
+        experts = PackedExperts.of_codes(
+            *shape,
+            CodeType.INT4,
+            min(_GROUP_SIZE, in_features),
+            torch.bfloat16,
+            self._device,
+            compute_dtype=self._dtype,
+            may_round=self._dtype == torch.float32,
+            pages=pages,
+        )
+        for expert in range(shape[0]):
+            weight = experts.expert(expert)
+            assert isinstance(weight, QuantizedWeight)
+            fill_with_codes(weight, self._device, 0.01)
+        return experts
+
+    def _adapters(self, num_adapters: int) -> LoRATables:
+        """Adapters one after another: for each layer and part all A and B, on 64-byte boundaries."""
+        mixture, rank = self.mixture, self.rank
+        inputs = torch.tensor([mixture.hidden, mixture.hidden, mixture.inner]).repeat_interleave(mixture.num_experts)
+        outputs = torch.tensor([mixture.inner, mixture.inner, mixture.hidden]).repeat_interleave(mixture.num_experts)
+        sizes = (rank * torch.stack((inputs, outputs))).repeat(1, mixture.num_layers * num_adapters)
+        assert not (sizes % 32).any(), "matrices fill whole lines"
+        ends = sizes.T.flatten().cumsum(0)
+        starts = (ends - sizes.T.flatten()).view(num_adapters, -1, 2)
+        on_cpu = self._device.type == "cpu"
+        shape = (int(ends[-1]),)
+        arena = (
+            HugePages().zeros(shape, torch.bfloat16)
+            if on_cpu
+            else torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+        )
+        arena.fill_(0.02)
+        a_offset, b_offset = (part.contiguous().to(self._device) for part in starts.unbind(2))
+        ranks = torch.full(a_offset.shape, rank, dtype=torch.int32, device=self._device)
+        return LoRATables(arena, ranks, a_offset, b_offset, torch.full_like(a_offset, -1), rank)
 
 
 def _linears(model: Model) -> list[tuple[int, int, LinearShape]]:

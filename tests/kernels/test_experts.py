@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.expert_cases import KINDS, ExpertCase, make_expert_case
 from support.lora_cases import STORED
 
-from multilora_kernels import CodeType, route
+from multilora_kernels import CodeType, packed_linear, quantized_linear, route, silu_mul
+from multilora_kernels.cpu import compiled_kernels
+from multilora_kernels.interpreter import IS_INTERPRETED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RTOL, ATOL = 1e-4, 1e-4
+ON_A_CPU = pytest.mark.skipif(DEVICE == "cuda" or IS_INTERPRETED, reason="the compiled operators of a CPU")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def check(case: ExpertCase, tolerance: float = RTOL) -> None:
@@ -93,6 +104,15 @@ def test_it_equals_float64_for_every_kind_of_codes(kind, group_size):
         check(make_expert_case(num_tokens, kind=kind, group_size=group_size, has_biases=True, device=DEVICE), 5e-4)
 
 
+@pytest.mark.parametrize("kind", [None, KINDS[0], KINDS[3], KINDS[4]])
+def test_activations_of_16_bits_are_rounded_once_between_two_products(kind):
+    case = make_expert_case(
+        20, kind=kind, dtype=torch.float16, weight_dtype=torch.float16, lora_dtype=torch.float16, device=DEVICE
+    )
+    assert case.result().dtype == torch.float16
+    check(case, 1e-2)
+
+
 def test_tokens_without_an_adapter_have_the_bits_of_the_base_model():
     case = make_expert_case(40, device=DEVICE)
     base = case.lora.mapping < 0
@@ -131,3 +151,125 @@ def test_each_expert_has_its_own_rows_in_the_memory_of_all(kind):
         assert after.equal(before[e])
     assert (gate_up.shape, filled.shape) == ((7, 66, 77), (66, 77))
     assert gate_up.nbytes >= 7 * 66 * 77 * kind[0].bits / 8
+
+
+SEVERAL_THREADS = {"hidden": 300, "inner": 100, "num_experts": 8}
+"""Sizes of enough work for several threads."""
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def batch_of_any(kind, may_round: bool) -> tuple[ExpertCase, torch.Tensor]:
+    options = {"may_round": may_round, "compute_dtype": torch.bfloat16 if may_round else torch.float32}
+    dtypes = {"weight_dtype": torch.bfloat16, "lora_dtype": torch.bfloat16}
+    case = make_expert_case(90, **SEVERAL_THREADS, **options, **dtypes, kind=kind, has_biases=True, shared_a=True)
+    return case, case.result()
+
+
+@ON_A_CPU
+@given(
+    st.lists(st.integers(0, 89), min_size=1, max_size=60),
+    st.sampled_from([None, *KINDS]),
+    st.booleans(),
+    st.sampled_from([1, 2, 4]),
+)
+@settings(deadline=None, max_examples=60)
+def test_a_token_has_the_same_bits_alone_and_in_any_batch(tokens, kind, may_round, threads):
+    case, together = batch_of_any(kind, may_round)
+    with torch_threads(threads):
+        assert case.of(torch.tensor(tokens)).result().equal(together[tokens])
+
+
+@ON_A_CPU
+def test_the_same_batch_has_the_same_bits_every_time():
+    case = make_expert_case(16, **SEVERAL_THREADS, lora_dtype=torch.bfloat16, weight_dtype=torch.bfloat16)
+    first = case.result()
+    with torch_threads(4):
+        assert all(case.result().equal(first) for _ in range(200))
+
+
+@ON_A_CPU
+def test_a_prompt_of_several_tiles_has_the_bits_of_its_tokens():
+    case = make_expert_case(6000, 1500, 8, 8, 8, num_loras=2, ranks=(2,))
+    some = torch.arange(0, 6000, 700)
+    assert case.of(some).result().equal(case.result()[some])
+
+
+@ON_A_CPU
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_it_has_the_bits_of_the_linears_of_each_expert(kind, compute_dtype):
+    """packed_linear or quantized_linear, silu_mul and the sum: activations are rounded there and here alike."""
+    may_round = compute_dtype == torch.bfloat16
+    options = {"may_round": may_round, "compute_dtype": compute_dtype, "weight_dtype": torch.bfloat16}
+    case = make_expert_case(20, **SEVERAL_THREADS, **options, kind=kind, lora_dtype=None)
+    linear = packed_linear if kind is None else quantized_linear
+    expected = torch.zeros(20, 300)
+    for token, place in itertools.product(range(20), range(case.expert_ids.shape[1])):
+        expert = int(case.expert_ids[token, place])
+        h = silu_mul(linear(case.x[token : token + 1], case.gate_up.expert(expert)))
+        expected[token] += case.weights[token, place] * linear(h, case.down.expert(expert))[0]
+    assert case.result().equal(expected)
+
+
+@ON_A_CPU
+def test_what_does_not_exist_is_refused_and_not_read():
+    case = make_expert_case(5, **SEVERAL_THREADS)
+    for expert in (-1, 8):
+        case.expert_ids[3, 1] = expert
+        with pytest.raises(IndexError, match=f"expert {expert} is none of 8"):
+            case.result()
+    case = make_expert_case(5)
+    for lora_index in (-2, 3):
+        case.lora.mapping[2] = lora_index
+        with pytest.raises(IndexError, match=f"adapter {lora_index} is none of 3"):
+            case.result()
+    case = make_expert_case(40, **SEVERAL_THREADS, ranks=(5,))
+    for offsets in (case.lora.tables.a_offset, case.lora.tables.b_offset):
+        kept = offsets.clone()
+        offsets[:] = case.lora.tables.arena.numel()
+        with torch_threads(4), pytest.raises(RuntimeError, match="outside the arena"):
+            case.result()
+        offsets.copy_(kept)
+    with pytest.raises(IndexError, match=r"columns 21 .. 29 are not all among 28"):
+        replace(case, lora=case.lora._replace(down_column=21)).result()
+
+
+@ON_A_CPU
+def test_what_does_not_fit_is_refused():
+    case = make_expert_case(5, has_biases=True)
+    for changed, message in (
+        ({"x": case.x[:, 1:]}, r"x must be float32 \[num_tokens, 77\]"),
+        ({"expert_ids": case.expert_ids.long()}, "expert_ids and weights must be int32 and float32"),
+        ({"expert_ids": case.expert_ids.T.contiguous().T}, "must be contiguous"),
+        ({"weights": case.weights[:, 1:]}, "expert_ids and weights must be"),
+        ({"gate_up_bias": case.gate_up_bias[1:]}, r"a bias must be float32 \[7, 66\]"),
+        ({"down": case.gate_up}, "7 gates and ups of 66 outputs do not fit 7 of 77 inputs"),
+        ({"lora": case.lora._replace(mapping=case.lora.mapping.int())}, r"the mapping must be contiguous int64 \[5\]"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            replace(case, **changed).result()
+    with pytest.raises(RuntimeError, match="panels do not hold 5 experts"):
+        compiled_kernels().expert_mlp(
+            case.x,
+            case.expert_ids,
+            case.weights,
+            5,
+            case.gate_up.panels,
+            66,
+            case.down.panels,
+            77,
+            None,
+            None,
+            0.0,
+            None,
+        )
+    with pytest.raises(RuntimeError, match="logits must be float32"):
+        compiled_kernels().route(torch.zeros(3, 2), 3, False)

@@ -104,6 +104,18 @@ void activate_mul(const float* gate_up, int64_t size, float* out, int64_t row_be
 }
 
 template <class Vec>
+void clamped_gate_mul(const float* gate_up, int64_t size, float limit, float* out) {
+  using F = typename Vec::F;
+  const F most = Vec::broadcast(limit), least = Vec::broadcast(-limit), one = Vec::broadcast(1.0f);
+  for_each_vector<Vec>(size, [&](int64_t i, auto part) {
+    // In this order the smaller or larger of two is NaN where the second one is.
+    const F gate = Vec::min(most, part.load(gate_up + i));
+    const F up = Vec::max(least, Vec::min(most, part.load(gate_up + size + i)));
+    part.store(out + i, times_sigmoid<Vec>(Vec::mul(gate, Vec::add(up, one)), Vec::mul(gate, Vec::broadcast(1.702f))));
+  });
+}
+
+template <class Vec>
 MULTILORA_INLINE void rotate_halves(const RotationTask& task, const float* x, float* out) {
   using F = typename Vec::F;
   const int64_t half = task.rotary_dim / 2;

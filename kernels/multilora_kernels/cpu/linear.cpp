@@ -112,71 +112,104 @@ void check_panels(const Panels& panels, int64_t out_features) {
   }
 }
 
+PanelKernel::PanelKernel(const Panels& panels) : digits_(digit_unit_of(panels)), in_features_(panels.in_features()) {
+  pairs_ = digits_ ? nullptr : unit_of(panels);
+  if (panels.scaling) {
+    group_size_ = panels.scaling->group_size;
+  }
+  if (digits_) {
+    kernel_ = digits_->linear;
+    span_ = digits_->span(group_size_, in_features_);
+    row_parts_ = digits_->row_bytes(in_features_, span_);
+  } else if (pairs_) {
+    kernel_ = pairs_->linear;
+    row_parts_ = (in_features_ + pairs_->inputs_unit - 1) / pairs_->inputs_unit * pairs_->inputs_unit * pairs_->parts_size;
+    if (panels.scaling && panels.scaling->zeros.is_defined()) {
+      row_sums_ = (in_features_ + group_size_ - 1) / group_size_;
+    }
+  } else {
+    kernel_ = panels.scaling ? quantized_kernel_of(panels) : kernels_of(panels.data.dtype()).linear;
+  }
+}
+
+int64_t PanelKernel::split_cost() const { return digits_ ? kDigitsCost : kSplitCost; }
+
+int64_t PanelKernel::split_units(int64_t rows) const {
+  if (digits_) {
+    return rows;
+  }
+  return (rows + kMatrixRows - 1) / kMatrixRows * ((in_features_ + kMatrixInputs - 1) / kMatrixInputs);
+}
+
+void PanelKernel::split(const LinearTask& task, int64_t unit_begin, int64_t unit_end) const {
+  void* parts = const_cast<void*>(task.x_parts);
+  if (digits_) {
+    digits_->split({task.x, task.x_stride, task.rows, task.in_features, span_, parts}, unit_begin, unit_end);
+  } else if (pairs_) {
+    pairs_->split({task.x, task.x_stride, task.rows, task.in_features, parts}, unit_begin, unit_end);
+  }
+}
+
+void PanelKernel::add_up(const LinearTask& task, int64_t row_begin, int64_t row_end) const {
+  if (row_sums_) {
+    const GroupSumTask sum{task.x_parts, task.in_features, group_size_, const_cast<float*>(task.x_sums)};
+    capability().pair_units->of_codes->add_up(sum, row_begin, row_end);
+  }
+}
+
+LinearTask task_of(const Panels& panels, int64_t out_features) {
+  LinearTask task{};
+  task.panels = panels.data.data();
+  task.in_features = panels.in_features();
+  task.out_features = out_features;
+  if (panels.scaling) {
+    task.scaling = group_scaling_of(*panels.scaling);
+  }
+  return task;
+}
+
 PackedLinear::PackedLinear(const Tensor& rows, const Panels& panels, int64_t out_features) {
   check_panels(panels, out_features);
   MULTILORA_CHECK(rows.dim() == 2 && rows.dtype() == DType::float32 && rows.size(1) == panels.in_features(),
                   "x must be float32 [rows, ", panels.in_features(), "], not ", name_of(rows.dtype()), " ", rows.sizes());
   x_ = rows.stride(1) == 1 ? rows : contiguous(rows);
   y_ = Tensor::empty({x_.size(0), out_features}, DType::float32);
-  task_ = {x_.data<float>(),     x_.stride(0), x_.size(0),       panels.data.data(),
-           panels.in_features(), out_features, y_.data<float>(), out_features};
-  if (panels.scaling) {
-    task_.scaling = group_scaling_of(*panels.scaling);
-  }
-  const DigitUnit* of_digits = digit_unit_of(panels);
-  const PairUnit* of_pairs = of_digits ? nullptr : unit_of(panels);
-  if (of_digits) {
-    kernel_ = of_digits->linear;
-    split_rows(*of_digits);
-  } else if (of_pairs) {
-    kernel_ = of_pairs->linear;
-    split_rows(*of_pairs);
-    if (task_.scaling.zeros) {
-      add_up_groups(*capability().pair_units->of_codes);
-    }
-  } else {
-    kernel_ = panels.scaling ? quantized_kernel_of(panels) : kernels_of(panels.data.dtype()).linear;
+  task_ = task_of(panels, out_features);
+  task_.x = x_.data<float>();
+  task_.x_stride = x_.stride(0);
+  task_.rows = x_.size(0);
+  task_.y = y_.data<float>();
+  task_.y_stride = out_features;
+  const PanelKernel kernel(panels);
+  kernel_ = kernel.kernel();
+  task_.span = kernel.span();
+  if (kernel.row_parts() > 0) {
+    split_rows(kernel);
   }
   num_panels_ = panels.data.size(0);
   panel_width_ = capability().panel_width;
   const int64_t cost = num_panels_ * panel_width_ * task_.in_features * (task_.rows + kReadCost);
-  piece_rows_ = rows_of_piece(of_pairs ? kMatrixRowPiece : kRowPiece);
+  piece_rows_ = rows_of_piece(kernel.is_of_pairs() ? kMatrixRowPiece : kRowPiece);
   row_pieces_ = (task_.rows + piece_rows_ - 1) / piece_rows_;
   threads_ = std::max<int64_t>(1, std::min({cost / kThreadCost, num_panels_ * row_pieces_, Team::available()}));
   panel_pieces_ = row_pieces_ > 1 ? num_panels_ : std::min(num_panels_, threads_ * kPanelPieces);
 }
 
-void PackedLinear::split_rows(const PairUnit& unit) {
-  row_parts_ = (task_.in_features + unit.inputs_unit - 1) / unit.inputs_unit * unit.inputs_unit * unit.parts_size;
+void PackedLinear::split_rows(const PanelKernel& kernel) {
+  row_parts_ = kernel.row_parts();
   x_parts_ = Tensor::empty({task_.rows * row_parts_}, DType::uint8);
-  const SplitTask split{task_.x, task_.x_stride, task_.rows, task_.in_features, x_parts_.data()};
-  task_.x_parts = split.parts;
-  const int64_t units = (task_.rows + kMatrixRows - 1) / kMatrixRows * ((task_.in_features + kMatrixInputs - 1) / kMatrixInputs);
-  const int64_t threads = std::clamp<int64_t>(x_.numel() * kSplitCost / kThreadCost, 1, Team::available());
-  in_ranges(threads, threads, [&](int64_t i, int64_t end) { unit.split(split, units * i / threads, units * end / threads); });
-}
-
-void PackedLinear::split_rows(const DigitUnit& unit) {
-  task_.span = unit.span(task_.scaling.group_size, task_.in_features);
-  row_parts_ = unit.row_bytes(task_.in_features, task_.span);
-  x_parts_ = Tensor::empty({task_.rows * row_parts_}, DType::uint8);
-  const DigitTask split{task_.x, task_.x_stride, task_.rows, task_.in_features, task_.span, x_parts_.data()};
-  task_.x_parts = split.parts;
-  const int64_t threads = std::clamp<int64_t>(x_.numel() * kDigitsCost / kThreadCost, 1, Team::available());
-  in_ranges(threads, threads, [&](int64_t i, int64_t end) {
-    unit.split(split, task_.rows * i / threads, task_.rows * end / threads);
-  });
-}
-
-void PackedLinear::add_up_groups(const CodeUnits& units) {
-  const int64_t group_size = task_.scaling.group_size, groups = (task_.in_features + group_size - 1) / group_size;
-  x_sums_ = Tensor::empty({task_.rows, groups}, DType::float32);
-  const GroupSumTask sum{task_.x_parts, task_.in_features, group_size, x_sums_.data<float>()};
-  task_.x_sums = sum.sums;
-  const int64_t threads = std::clamp<int64_t>(x_.numel() * kSplitCost / kThreadCost, 1, Team::available());
-  in_ranges(threads, threads, [&](int64_t i, int64_t end) {
-    units.add_up(sum, task_.rows * i / threads, task_.rows * end / threads);
-  });
+  task_.x_parts = x_parts_.data();
+  const int64_t units = kernel.split_units(task_.rows);
+  const int64_t threads = std::clamp<int64_t>(x_.numel() * kernel.split_cost() / kThreadCost, 1, Team::available());
+  in_ranges(threads, threads,
+            [&](int64_t i, int64_t end) { kernel.split(task_, units * i / threads, units * end / threads); });
+  if (kernel.row_sums() > 0) {
+    x_sums_ = Tensor::empty({task_.rows, kernel.row_sums()}, DType::float32);
+    task_.x_sums = x_sums_.data<float>();
+    in_ranges(threads, threads, [&](int64_t i, int64_t end) {
+      kernel.add_up(task_, task_.rows * i / threads, task_.rows * end / threads);
+    });
+  }
 }
 
 int64_t PackedLinear::rows_of_piece(int64_t most) const {

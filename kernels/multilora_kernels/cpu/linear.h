@@ -13,6 +13,7 @@ namespace multilora {
 class Bias {
  public:
   Bias() = default;
+  explicit Bias(const float* values) : values_(values) {}
   // The vector must outlive it.
   Bias(const Tensor& bias, int64_t out_features);
 
@@ -30,6 +31,39 @@ class Bias {
  private:
   const float* values_ = nullptr;
 };
+
+// What multiplies panels of one layout, and the parts of activations that it takes.
+class PanelKernel {
+ public:
+  // Refuses panels that this processor does not multiply.
+  explicit PanelKernel(const Panels& panels);
+
+  LinearKernel kernel() const { return kernel_; }
+  bool is_of_pairs() const { return pairs_; }
+  // Bytes of the parts of a row; 0 where activations are multiplied as they are.
+  int64_t row_parts() const { return row_parts_; }
+  // Floats of GroupSumTask::sums of a row; 0 where there are none.
+  int64_t row_sums() const { return row_sums_; }
+  // LinearTask::span
+  int64_t span() const { return span_; }
+  // Of taking an activation apart, in multiply-adds.
+  int64_t split_cost() const;
+  // The units of work that taking so many rows apart is. The first rows are the first units, by whole kMatrixRows.
+  int64_t split_units(int64_t rows) const;
+  // Takes rows apart, where there are parts. task: with its x_parts, of all rows.
+  void split(const LinearTask& task, int64_t unit_begin, int64_t unit_end) const;
+  // Adds up the groups of rows that are taken apart, where there are sums.
+  void add_up(const LinearTask& task, int64_t row_begin, int64_t row_end) const;
+
+ private:
+  LinearKernel kernel_;
+  const PairUnit* pairs_ = nullptr;
+  const DigitUnit* digits_ = nullptr;
+  int64_t in_features_, row_parts_ = 0, row_sums_ = 0, span_ = 0, group_size_ = 0;
+};
+
+// A product with packed weights of which nothing is known but these weights.
+LinearTask task_of(const Panels& panels, int64_t out_features);
 
 // One product with packed weights. Several threads compute it in pieces; a piece has some outputs of some rows.
 class PackedLinear {
@@ -49,9 +83,7 @@ class PackedLinear {
   void run_panels(int64_t begin, int64_t end) const { kernel_(task_, begin, end); }
 
  private:
-  void split_rows(const PairUnit& unit);
-  void split_rows(const DigitUnit& unit);
-  void add_up_groups(const CodeUnits& units);
+  void split_rows(const PanelKernel& kernel);
   int64_t rows_of_piece(int64_t most) const;
   LinearTask rows_from(int64_t first) const;
 

@@ -83,6 +83,38 @@ struct WorkList {
   }
 };
 
+// Tasks of one thread, in the order in which it reads their weights: a kernel requests the next task's weights, so that a task
+// runs once the next one is known.
+template <class Task>
+class Reading {
+ public:
+  using Kernel = void (*)(const Task& task, int64_t begin, int64_t end, const void* next);
+
+  explicit Reading(Kernel kernel) : kernel_(kernel) {}
+
+  // The ranks or outputs [begin, end), whose weights begin at `weights`.
+  void add(const Task& task, int64_t begin, int64_t end, const void* weights) {
+    finish(weights);
+    task_ = task;
+    begin_ = begin;
+    end_ = end;
+    weights_ = weights;
+  }
+  // next: the memory that the thread reads afterwards, null if that is unknown.
+  void finish(const void* next) {
+    if (weights_) {
+      kernel_(task_, begin_, end_, next ? next : weights_);
+      weights_ = nullptr;
+    }
+  }
+
+ private:
+  const Kernel kernel_;
+  Task task_{};
+  int64_t begin_ = 0, end_ = 0;
+  const void* weights_ = nullptr;
+};
+
 // One table of LoRATables, [max_loras, num_slices], read at the slices of one fused linear.
 template <class T>
 struct Columns {

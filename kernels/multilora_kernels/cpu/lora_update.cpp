@@ -5,7 +5,6 @@
 // its own, whose weights it reads from one end to the other, until it helps the slower threads. Pieces are independent: which
 // thread takes which changes no result.
 #include <algorithm>
-#include <atomic>
 #include <memory>
 
 #include "apply.h"
@@ -20,65 +19,6 @@ namespace {
 
 // Least pieces of an update for each thread: of fewer, adapters of different ranks would make uneven shares.
 constexpr int64_t kUpdatePieces = 4;
-
-// Tasks of one thread, in the order in which it reads their weights: a kernel requests the next task's weights, so that a task
-// runs once the next one is known.
-template <class Task>
-class Reading {
- public:
-  using Kernel = void (*)(const Task& task, int64_t begin, int64_t end, const void* next);
-
-  explicit Reading(Kernel kernel) : kernel_(kernel) {}
-
-  // The ranks or outputs [begin, end), whose weights begin at `weights`.
-  void add(const Task& task, int64_t begin, int64_t end, const void* weights) {
-    finish(weights);
-    task_ = task;
-    begin_ = begin;
-    end_ = end;
-    weights_ = weights;
-  }
-  // next: the memory that the thread reads afterwards, null if that is unknown.
-  void finish(const void* next) {
-    if (weights_) {
-      kernel_(task_, begin_, end_, next ? next : weights_);
-      weights_ = nullptr;
-    }
-  }
-
- private:
-  const Kernel kernel_;
-  Task task_{};
-  int64_t begin_ = 0, end_ = 0;
-  const void* weights_ = nullptr;
-};
-
-// Pieces for which all threads wait.
-class Awaited {
- public:
-  explicit Awaited(int64_t pieces) : left_(pieces) {}
-
-  // Calls work(claimed), which counts the pieces that it begins. These pieces are over when `work` returns, even by an
-  // exception.
-  template <class Work>
-  void run(const Work& work) {
-    struct Running {
-      std::atomic<int64_t>& left;
-      int64_t claimed = 0;
-      ~Running() { left.fetch_sub(claimed, std::memory_order_release); }
-    } running{left_};
-    work(running.claimed);
-  }
-  // For a thread that found no piece left to claim: other threads run the pieces that are not over.
-  void wait() const {
-    for (Waiting waiting; left_.load(std::memory_order_acquire) > 0;) {
-      waiting.pause();
-    }
-  }
-
- private:
-  std::atomic<int64_t> left_;
-};
 
 class Update {
  public:

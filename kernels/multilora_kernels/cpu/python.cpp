@@ -8,6 +8,7 @@
 
 #include "capability.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "linear.h"
 #include "lora_quantize.h"
 #include "python_arguments.h"
@@ -133,6 +134,28 @@ PyObject* packed_embedding(PyObject* const* arguments) {
     return panels.scaling ? quantized_embedding(token_ids, panels, num_embeddings)
                           : packed_embedding(token_ids, panels.data, num_embeddings);
   }));
+}
+
+// logits, top_k, is_normalised
+PyObject* route(PyObject* const* arguments) {
+  const Tensor logits = tensor_of(arguments[0]);
+  const int64_t top_k = integer_of(arguments[1]);
+  const bool is_normalised = arguments[2] == Py_True;
+  return pair_of(without_gil([&] { return route(logits, top_k, is_normalised); }));
+}
+
+// x, expert_ids, weights, num_experts, gate_up's panels and out_features, down's, gate_up_bias, down_bias, clamp_limit, lora
+PyObject* expert_mlp(PyObject* const* arguments) {
+  const Tensor x = tensor_of(arguments[0]);
+  const Routes routes{tensor_of(arguments[1]), tensor_of(arguments[2])};
+  const int64_t num_experts = integer_of(arguments[3]);
+  const Experts gate_up{panels_of(arguments[4]), num_experts, integer_of(arguments[5])};
+  const Experts down{panels_of(arguments[6]), num_experts, integer_of(arguments[7])};
+  const Tensor gate_up_bias = optional_tensor_of(arguments[8]), down_bias = optional_tensor_of(arguments[9]);
+  const double clamp_limit = number_of(arguments[10]);
+  const std::optional<ExpertAdapters> adapters = expert_adapters_of(arguments[11]);
+  return to_python(without_gil(
+      [&] { return expert_mlp(x, routes, gate_up, down, gate_up_bias, down_bias, clamp_limit, adapters); }));
 }
 
 // x, update, weight, eps
@@ -360,6 +383,10 @@ PyMethodDef methods[] = {
     plain<lora_linear, 7>("lora_linear", "(x, panels, tables, first_slice, slice_sizes, segments, bias) -> y"),
     plain<packed_linear, 3>("packed_linear", "(x, panels, out_features) -> the product"),
     plain<packed_embedding, 3>("packed_embedding", "(token_ids, panels, num_embeddings) -> the rows"),
+    plain<route, 3>("route", "(logits, top_k, is_normalised) -> (expert_ids, weights)"),
+    plain<expert_mlp, 12>("expert_mlp",
+                          "(x, expert_ids, weights, num_experts, gate_up's panels and out_features, down's panels and "
+                          "out_features, gate_up_bias, down_bias, clamp_limit, lora) -> y"),
     plain<add_rms_norm, 4>("add_rms_norm", "(x, update, weight, eps) -> (normed, total)"),
     plain<add_layer_norm, 5>("add_layer_norm", "(x, update, weight, bias, eps) -> (normed, total)"),
     plain<activated<silu_mul>, 1>("silu_mul", "(gate_up) -> the product"),

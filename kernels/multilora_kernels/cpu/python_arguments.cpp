@@ -182,6 +182,15 @@ AttentionOptions attention_options_of(PyObject* object, int64_t head_dim) {
           optional_tensor_of(fields[2]), fields[3] == Py_True};
 }
 
+std::optional<ExpertAdapters> expert_adapters_of(PyObject* object) {
+  if (object == Py_None) {
+    return {};
+  }
+  const Fields fields(object, 5, "ExpertLoRA");
+  return ExpertAdapters{tables_of(fields[0]), tensor_of(fields[1]), integer_of(fields[2]), integer_of(fields[3]),
+                        integer_of(fields[4])};
+}
+
 std::vector<LayerStep> layer_steps_of(PyObject* object) {
   MULTILORA_CHECK_TYPE(PyTuple_Check(object), "expected a tuple of steps, not ", type_name_of(object));
   std::vector<LayerStep> steps;

@@ -4,10 +4,12 @@
 
 #include <Python.h>
 
+#include <optional>
 #include <vector>
 
 #include "apply.h"
 #include "decoder_layers.h"
+#include "experts.h"
 #include "paged.h"
 #include "panels.h"
 #include "short_list.h"
@@ -35,6 +37,8 @@ Sequences sequences_of(PyObject* object);
 // head_dim: for the scale of options that have none.
 AttentionOptions attention_options_of(PyObject* object, int64_t head_dim);
 std::vector<LayerStep> layer_steps_of(PyObject* object);
+// ExpertLoRA, or None.
+std::optional<ExpertAdapters> expert_adapters_of(PyObject* object);
 // The tensors of these objects must stay as long as they are and where they are.
 Decoder decoder_of(PyObject* layers, PyObject* head);
 

@@ -246,6 +246,18 @@ Tensor Tensor::with_own_shape() const {
   return tensor;
 }
 
+Tensor Tensor::part(int64_t first, int64_t count) const {
+  MULTILORA_CHECK(dim_ > 0 && dim_ <= kMostDims && first >= 0 && count >= 0 && first + count <= sizes_[0], "parts ", first,
+                  " .. ", first + count, " of a tensor of ", sizes());
+  auto memory = std::make_shared<Memory>();
+  std::copy_n(sizes_, dim_, memory->sizes.begin());
+  std::copy_n(strides_, dim_, memory->strides.begin());
+  memory->sizes[0] = count;
+  Tensor tensor(data_ + first * strides_[0] * element_size(), dtype_, dim_, memory->sizes.data(), memory->strides.data());
+  tensor.memory_ = std::move(memory);
+  return tensor;
+}
+
 bool Tensor::is_contiguous() const {
   int64_t expected = 1;
   for (int64_t i = dim_ - 1; i >= 0; --i) {

@@ -81,6 +81,8 @@ class Tensor {
 
   // The same view with sizes and strides of its own.
   Tensor with_own_shape() const;
+  // A view of the parts first .. first + count of the first dimension, which the tensor itself must outlive.
+  Tensor part(int64_t first, int64_t count) const;
 
   bool is_defined() const { return sizes_ != nullptr; }
   int64_t dim() const { return dim_; }

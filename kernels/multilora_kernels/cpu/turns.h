@@ -123,4 +123,31 @@ void rows_in_ranges(int64_t rows, int64_t size, const Body& body) {
   in_ranges(count, threads, [&](int64_t begin, int64_t end) { body(begin * size, std::min(rows, end * size)); });
 }
 
+// Pieces for which all threads wait.
+class Awaited {
+ public:
+  explicit Awaited(int64_t pieces) : left_(pieces) {}
+
+  // Calls work(claimed), which counts the pieces that it begins. These pieces are over when `work` returns, even by an
+  // exception.
+  template <class Work>
+  void run(const Work& work) {
+    struct Running {
+      std::atomic<int64_t>& left;
+      int64_t claimed = 0;
+      ~Running() { left.fetch_sub(claimed, std::memory_order_release); }
+    } running{left_};
+    work(running.claimed);
+  }
+  // For a thread that found no piece left to claim: other threads run the pieces that are not over.
+  void wait() const {
+    for (Waiting waiting; left_.load(std::memory_order_acquire) > 0;) {
+      waiting.pause();
+    }
+  }
+
+ private:
+  std::atomic<int64_t> left_;
+};
+
 }  // namespace multilora

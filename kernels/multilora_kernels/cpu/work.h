@@ -230,6 +230,8 @@ using DecodeKernel = void (*)(const DecodeTask& task, float* scratch);
 using NormKernel = void (*)(const NormTask& task, int64_t row_begin, int64_t row_end);
 // out[row, :] = f(x) for x[row, :] of `size`, or f(gate) * up for gate and up, both of `size`, side by side in x[row, :].
 using ActivationKernel = void (*)(const float* x, int64_t size, float* out, int64_t row_begin, int64_t row_end);
+// out = (up + 1) * gate * sigmoid(1.702 * gate) for one row of gates and ups, gate at most `limit`, up between -limit and limit.
+using ClampedGateKernel = void (*)(const float* gate_up, int64_t size, float limit, float* out);
 using RotationKernel = void (*)(const RotationTask& task);
 // The token of one row. weights: padded_vocab(vocab) floats to work in.
 using SampleKernel = int64_t (*)(const float* logits, int64_t vocab, const SamplingParameters& parameters, float* weights);
@@ -313,6 +315,7 @@ struct Capability {
   int64_t panel_width;
   NormKernel add_rms_norm, add_layer_norm;
   ActivationKernel silu_mul, gelu_tanh_mul, gelu_tanh;
+  ClampedGateKernel clamped_gate_mul;
   RotationKernel rotate;
   SampleKernel sample;
   MostProbableKernel most_probable;

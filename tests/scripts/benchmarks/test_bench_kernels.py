@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.bench_kernels import measured, median_difference
-from benchmarks.lora_workloads import Batch, Workload, llama
+from benchmarks import bench_kernels
+from benchmarks.bench_kernels import measured, measured_experts, median_difference
+from benchmarks.lora_workloads import Batch, ExpertBatch, Mixture, Workload, llama
+from benchmarks.machine_limits import Limits
 
 _TINY = llama("tiny", hidden=64, kv=32, ffn=96, num_layers=2)
 
@@ -54,3 +56,31 @@ def test_every_contestant_has_a_time_and_its_share_of_the_limit() -> None:
     for name in ("update", "linears", "with LoRA"):
         assert rows[f"tiny 3 rows distinct rank 8: {name}"].unit == "ms"
         assert rows[f"tiny 3 rows distinct rank 8: {name}, of the limit"].value > 0
+
+
+_MIXTURE = Mixture("tiny", num_experts=5, top_k=2, hidden=64, inner=32)
+
+
+def test_bytes_and_flops_of_experts_are_those_that_rows_use() -> None:
+    batch = ExpertBatch(_MIXTURE, 1, has_codes=False, device="cpu", num_adapters=16)
+    assert batch.base_bytes == 2 * 2 * 3 * 64 * 32 * 2  # layers, experts of a row, matrices
+    assert batch.adapter_bytes == 2 * 2 * 3 * 16 * (64 + 32) * 2
+    assert (batch.base_flops, batch.adapter_flops) == (batch.base_bytes, batch.adapter_bytes)
+    many = ExpertBatch(_MIXTURE, 200, has_codes=True, device="cpu", num_adapters=1)
+    assert many.base_bytes == 2 * 5 * 3 * 64 * 32 * (4 + 16 / 128) / 8  # all experts, once each
+    assert many.adapter_bytes == 2 * 5 * 3 * 16 * (64 + 32) * 2
+
+
+def test_experts_have_a_time_and_its_share_of_the_limit(monkeypatch) -> None:
+    class Yardsticks:
+        def __init__(self, *_) -> None:
+            self.steps = {"read": lambda: None, "multiply": lambda: None}
+
+        def limits(self, _) -> Limits:
+            return Limits(1e9, 1e9)
+
+    monkeypatch.setattr(bench_kernels, "Yardsticks", Yardsticks)
+    rows = {row.what: row for row in measured_experts(_MIXTURE, 3, has_codes=True, device="cpu", rounds=2)}
+    for name in ("experts", "with adapters"):
+        assert rows[f"tiny w4a16 3 rows: {name}"].unit == "ms a layer"
+        assert rows[f"tiny w4a16 3 rows: {name}, of the limit"].value > 0
