@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.checkpoint import weights_fingerprint
@@ -163,6 +163,57 @@ def test_a_tensor_that_does_not_fit_config_json_is_refused_by_name(
     change_weights(checkpoint, change)
     with pytest.raises(ConfigError) as caught:
         load(checkpoint)
+    assert message in str(caught.value)
+
+
+MIXTURE = "model.layers.0.block_sparse_moe."
+W1 = f"{MIXTURE}experts.2.w1.weight"
+STACKED = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Path:
+    shape = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1}
+    config = MixtralConfig(**shape, num_attention_heads=4, num_key_value_heads=2, num_local_experts=3)
+    torch.manual_seed(0)
+    MixtralForCausalLM(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_every_tensor_of_a_mixture_is_in_the_model_and_the_router_in_float32(
+    mixture: Path, stored: torch.dtype
+) -> None:
+    weights = {name: t.to(stored) for name, t in load_file(mixture / WEIGHTS).items()}
+    change_weights(mixture, dict(weights))
+    model = load(mixture, stored)
+    loaded = contents(model)
+    assert loaded.keys() == weights.keys()
+    assert all(loaded[name].equal(weights[name].to(loaded[name].dtype)) for name in weights)
+    assert loaded[f"{MIXTURE}gate.weight"].dtype == torch.float32
+    assert loaded[W1].dtype == stored
+    experts = sum(t.nbytes for name, t in weights.items() if ".experts." in name)
+    assert sum(model.weight_bytes.values()) > experts
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({W1: None}, f"1 tensors are missing from the checkpoint: {W1}"),
+        ({W1: torch.zeros(16, 20)}, f"tensor {W1} has shape [16, 20], config.json asks for [20, 16]"),
+        ({W1: torch.zeros(20, 16, dtype=torch.int8)}, f"tensor {W1} is stored as int8"),
+        ({W1.replace(".2.", ".3."): torch.zeros(20, 16)}, "unexpected tensor " + W1.replace(".2.", ".3.")),
+        ({f"{MIXTURE}gate.weight": torch.zeros(4, 16)}, "has shape [4, 16], config.json asks for [3, 16]"),
+        ({f"{MIXTURE}gate.bias": torch.zeros(3)}, f"unexpected tensor {MIXTURE}gate.bias"),
+        ({STACKED: torch.zeros(3, 40, 16)}, f"unexpected tensor {MIXTURE}"),
+    ],
+)
+def test_an_expert_that_does_not_fit_config_json_is_refused_by_name(
+    mixture: Path, change: dict[str, torch.Tensor | None], message: str
+) -> None:
+    change_weights(mixture, change)
+    with pytest.raises(ConfigError) as caught:
+        load(mixture)
     assert message in str(caught.value)
 
 
