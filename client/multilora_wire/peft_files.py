@@ -356,7 +356,7 @@ class LinearReader:
                 yield Values(0, first, self._cast(self._columns(linear.a, first, stop), linear.name))
         else:
             for first, stop in _row_pieces((0, linear.rank), linear.in_size, unit=1):
-                yield Values(0, first, self._cast(self._rows(linear.a, first, stop), linear.name))
+                yield Values(0, first, self._unscaled(linear.a, first, stop, linear.name))
         is_swapped = linear.module_id == MLP_GATE_UP
         half = linear.out_size // 2 if is_swapped else 0
         ends = sorted({0, half, linear.out_size, *bounds})
@@ -462,34 +462,48 @@ class LinearReader:
 
     def _rows(self, matrix: StoredMatrix, first: int, stop: int) -> npt.NDArray[np.float32]:
         """Rows of a matrix as it is used, float32."""
+        return self._floats(self._stored_rows(matrix, first, stop), matrix.place)
+
+    def _unscaled(self, matrix: StoredMatrix, first: int, stop: int, name: str) -> Array:
+        """Rows of a matrix in the dtype of the values. name: for messages."""
+        place = matrix.place
+        if _FILE_DTYPES[place.dtype] != self._dtype:
+            return self._cast(self._rows(matrix, first, stop), name)
+        rows = self._stored_rows(matrix, first, stop)
+        if not self._are_finite(rows):
+            raise PeftError(f"{_shown(place)} holds NaN or infinite values")
+        return rows.copy()
+
+    def _stored_rows(self, matrix: StoredMatrix, first: int, stop: int) -> Array:
+        """Rows of a matrix as it is used, in the file's dtype."""
         if matrix.slice is not None:
             return self._rows_of_slice(matrix, matrix.slice, first, stop)
         columns = matrix.shape[1]
         width = columns // matrix.num_blocks
-        stored = self._values(matrix.place, first * width, stop * width).reshape(-1, width)
+        stored = self._stored(matrix.place, first * width, stop * width).reshape(-1, width)
         if matrix.num_blocks == 1:
             return stored
-        rows = np.zeros((stop - first, columns), np.float32)
+        rows = np.zeros((stop - first, columns), stored.dtype)
         height = matrix.shape[0] // matrix.num_blocks
         for block in range(first // height, -(-stop // height)):
             inside = slice(max(first, block * height) - first, min(stop, (block + 1) * height) - first)
             rows[inside, block * width : (block + 1) * width] = stored[inside]
         return rows
 
-    def _rows_of_slice(self, matrix: StoredMatrix, part: TensorSlice, first: int, stop: int) -> npt.NDArray[np.float32]:
+    def _rows_of_slice(self, matrix: StoredMatrix, part: TensorSlice, first: int, stop: int) -> Array:
         if part.num_mixed > 1:
-            return self._floats(self._read_apart(matrix, part)[first:stop], matrix.place)
-        shape, start = (stop - first, matrix.shape[1]), part.start + first * part.row_stride
-        extent = _extent(shape, part.row_stride, part.column_stride)
-        if part.column_stride == 1 or extent <= 2 * shape[0] * shape[1]:
-            run = self._values(matrix.place, start, start + extent)
-            return _strided(run, shape, part.row_stride, part.column_stride)
-        rows = np.empty(shape, np.float32)
-        height = _extent((shape[0], 1), part.row_stride, 0)
-        for column in range(shape[1]):
-            begin = start + column * part.column_stride
-            rows[:, column] = self._values(matrix.place, begin, begin + height)[:: part.row_stride]
-        return rows
+            apart: Array = self._read_apart(matrix, part)[first:stop]
+            return apart
+        height, width = stop - first, matrix.shape[1]
+        start, extent = part.start + first * part.row_stride, (height - 1) * part.row_stride + 1
+        with_columns = extent + (width - 1) * part.column_stride
+        if part.column_stride == 1 or with_columns <= 2 * height * width:
+            run = self._stored(matrix.place, start, start + with_columns)
+            strides = (part.row_stride * run.itemsize, part.column_stride * run.itemsize)
+            return np.lib.stride_tricks.as_strided(run, (height, width), strides)
+        starts = range(start, start + width * part.column_stride, part.column_stride)
+        columns = [self._stored(matrix.place, begin, begin + extent)[:: part.row_stride] for begin in starts]
+        return np.stack(columns, axis=1)
 
     def _read_apart(self, matrix: StoredMatrix, part: TensorSlice) -> Array:
         """A matrix that alternates with others, value by value, as the file has its values.
@@ -554,13 +568,16 @@ class LinearReader:
             cast: Array = (
                 values.astype(NUMPY_DTYPES[self._dtype]) if self._dtype != "BF16" else float32_to_bfloat16(values)
             )
-        # As bits: NumPy looks for infinities of float16 at 270 MB/s.
-        exponent = _EXPONENTS[self._dtype]
-        bits: Array = cast.view(exponent.dtype)
-        if (np.bitwise_and(bits, exponent) == exponent).any():
+        if not self._are_finite(cast):
             largest = np.abs(values).max()
             raise PeftError(f"{name}: {largest:g} does not fit into {self._dtype}; use a wider storage type")
         return cast
+
+    def _are_finite(self, values: Array) -> bool:
+        """Whether all values of the reader's dtype are finite; by their bits, as NumPy knows no bfloat16."""
+        exponent = _EXPONENTS[self._dtype]
+        bits: Array = values.view(exponent.dtype)
+        return not (np.bitwise_and(bits, exponent) == exponent).any()
 
 
 def describe_foreign(names: Collection[str]) -> str:
@@ -586,18 +603,6 @@ def describe_foreign(names: Collection[str]) -> str:
     if others := [name for name in adapters if name.endswith(".safetensors") and name != PEFT_WEIGHTS_FILE]:
         return f"{others[0]} is not in PEFT's form, which is {PEFT_CONFIG_FILE} with {PEFT_WEIGHTS_FILE}"
     return ""
-
-
-def _extent(shape: tuple[int, int], row_stride: int, column_stride: int) -> int:
-    """Values from the first to the last value of a part of a tensor."""
-    return (shape[0] - 1) * row_stride + (shape[1] - 1) * column_stride + 1
-
-
-def _strided(
-    run: npt.NDArray[np.float32], shape: tuple[int, int], row_stride: int, column_stride: int
-) -> npt.NDArray[np.float32]:
-    strides = (row_stride * run.itemsize, column_stride * run.itemsize)
-    return np.lib.stride_tricks.as_strided(run, shape, strides)
 
 
 def _row_pieces(bounds: Sequence[int], columns: int, unit: int) -> Iterator[tuple[int, int]]:
