@@ -170,6 +170,9 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     lora_start: the position in the prompt from which on the adapter computes; the base computes the tokens before that.
         None: what the adapter's traits say.
     lora_set: the adapter is the set of these members, as of `checked_members`, and `lora_task_id` its `set_task_id`.
+    lora_path: the place of the adapter's files, which a source covers. The adapter that answers is the one at the path:
+        another one under the id is replaced, or the request refused, as `lora_on_conflict` says. Empty: no matter where
+        the adapter came from.
     """
 
     request_id: str
@@ -185,6 +188,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     tells_perf: bool = False
     lora_start: int | None = None
     lora_set: tuple[SetMember, ...] = ()
+    lora_path: str = ""
 
     @property
     def task_id(self) -> TaskId | None:
@@ -248,6 +252,7 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     perf: in the last output, and before it for a request that `tells_perf`.
     beams: all answers of a beam search, in its only output: best first, at most `beam_width`. Its reason is the
         best answer's, and num_output_tokens counts all of them.
+    stop_word: that ended the answer, in the last output; empty for any other end, and for beams.
     """
 
     request_id: str
@@ -267,6 +272,7 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     num_cached_tokens: int = 0
     perf: PerfMetrics | None = None
     beams: list[BeamOutput] = []
+    stop_word: str = ""
 
     @property
     def num_new_tokens(self) -> int:

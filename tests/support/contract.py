@@ -1,4 +1,7 @@
-"""The tensors of TensorRT-LLM's Triton models, as its config.pbtxt files declare them, in a short form of our own.
+"""The tensors of upstream's Triton models, as their config.pbtxt files declare them, in a short form of our own.
+
+Most are of TensorRT-LLM's `inflight_batcher_llm`. `llmapi` is the model `tensorrt_llm` of NVIDIA's later recipe, and
+`vllm_model` one of Triton's vLLM backend: these two have no batch dimension.
 
     INT32[1] a b; FP32[-1,-1] c        a and b are of shape [1], c is a matrix
 
@@ -88,6 +91,20 @@ INPUTS: Mapping[str, Tensors] = {
         + """; FP16[-1,3,-1,-1] image_input; UINT8[-1,-1,-1,-1] image_bytes_input video_bytes_input;
         STRING[1] image_url_input; INT32[1] num_draft_tokens; BOOL[1] use_draft_logits"""
     ),
+    "llmapi": parse("""
+        STRING[-1] text_input image_url sampling_param_stop; BOOL[1] streaming stop;
+        INT32[1] sampling_param_best_of sampling_param_top_k sampling_param_max_tokens;
+        FP32[1] sampling_param_temperature sampling_param_top_p sampling_param_frequency_penalty;
+        FP32[1] sampling_param_presence_penalty; UINT64[1] sampling_param_seed lora_id;
+        BOOL[1] sampling_param_exclude_input_from_output sampling_param_return_perf_metrics;
+        BOOL[1] return_finish_reason return_stop_reason return_cumulative_logprob;
+        STRING[1] lora_name lora_path lora_ckpt_source sampling_param_logits_post_processor_name
+    """),
+    "vllm_model": parse("""
+        STRING[1] text_input sampling_parameters embedding_request; STRING[-1] image; BOOL[1] stream;
+        BOOL[1] exclude_input_in_output return_finish_reason return_cumulative_logprob return_logprobs;
+        BOOL[1] return_num_input_tokens return_num_output_tokens
+    """),
 }
 
 OUTPUTS: Mapping[str, Tensors] = {
@@ -110,6 +127,16 @@ OUTPUTS: Mapping[str, Tensors] = {
     "postprocessing": parse("STRING[-1] OUTPUT"),
     "ensemble": parse(_TEXT_OUTPUTS),
     "tensorrt_llm_bls": parse(_TEXT_OUTPUTS),
+    "llmapi": parse("""
+        STRING[-1] text_output finish_reason stop_reason; FP32[-1] cumulative_logprob kv_cache_hit_rate;
+        INT32[-1] kv_cache_reused_block kv_cache_missed_block kv_cache_alloc_new_blocks kv_cache_alloc_total_blocks;
+        INT64[1] arrival_time_ns first_scheduled_time_ns first_token_time_ns last_token_time_ns;
+        FP32[1] acceptance_rate; INT32[1] total_accepted_draft_tokens total_draft_tokens
+    """),
+    "vllm_model": parse("""
+        STRING[-1] text_output finish_reason logprobs; FP32[-1] cumulative_logprob; UINT32[1] num_input_tokens;
+        UINT32[-1] num_output_tokens
+    """),
 }
 
 REQUIRED: Mapping[str, frozenset[str]] = {
@@ -118,6 +145,8 @@ REQUIRED: Mapping[str, frozenset[str]] = {
     "postprocessing": frozenset({"TOKENS_BATCH", "SEQUENCE_LENGTH"}),
     "ensemble": frozenset({"text_input", "max_tokens"}),
     "tensorrt_llm_bls": frozenset({"text_input", "max_tokens"}),
+    "llmapi": frozenset({"text_input"}),
+    "vllm_model": frozenset({"text_input"}),
 }
 
 

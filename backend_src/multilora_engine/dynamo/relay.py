@@ -184,6 +184,8 @@ class FleetRelay:
         try:
             if request.lora_set:
                 raise Unsupported("sets of adapters in a fleet; combine the adapters' files, and send the sum")
+            if request.lora_path:
+                raise Unsupported("lora_path in a fleet; send the adapter's name to the model generation")
             worker_id = None
             if upload is None:
                 await self._uploads.settle(request.task_id)

@@ -6,8 +6,6 @@ number an unknown field is an error: ignoring it would change the answer.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -16,25 +14,13 @@ import msgspec
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest, Unsupported
 from multilora_engine.lora.names import task_id_of
-from multilora_engine.request import GenerationRequest, Guide, SamplingParams, Sender
+from multilora_engine.request import GenerationRequest, SamplingParams, Sender
 from multilora_engine.serving.request_parser import GenerateCall, check_call
+from multilora_engine.serving.structured_outputs import StructuredOutputs, read_guide
 
 _NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 _Probability = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class GuidedDecoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """json: a schema, as an object or as its text. choice: the answer is one of these. backend: names another engine's
-    library, where ours has but one. whitespace_pattern, structural_tag: refused if present."""
-
-    json: Any = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    backend: str | None = None
-    whitespace_pattern: str | None = None
-    structural_tag: Any = None
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +40,7 @@ class SamplingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     length_penalty: float | None = None
     seed: int | None = None
     include_stop_str_in_output: bool | None = None
-    guided_decoding: GuidedDecoding | None = None
+    guided_decoding: StructuredOutputs | None = None
 
 
 class StopConditions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -112,9 +98,6 @@ class WorkerRequest(msgspec.Struct, frozen=True):
         """Empty for none."""
         return (self.routing and self.routing.cache_salt) or ""
 
-
-_REGEX_SPECIAL = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")
-"""The characters that Rust's `regex::escape` escapes."""
 
 _PROBE_PRIORITY = -(1 << 31)
 """Smaller than any priority that clients may have."""
@@ -185,7 +168,7 @@ def read_sampling(request: WorkerRequest, info: EngineInfo) -> SamplingParams:
         stop_token_sequences=_stop_tokens(stops, info),
         # The front cuts the text itself, and needs the tokens of the stop word to find it; the engine only ends there.
         include_stop_str_in_output=True,
-        guide=None if options.guided_decoding is None else _read_guide(options.guided_decoding),
+        guide=None if options.guided_decoding is None else read_guide(options.guided_decoding, "guided_decoding"),
         return_log_probs=output.logprobs is not None,
         num_top_log_probs=output.logprobs or 0,
         return_prompt_log_probs=output.prompt_logprobs is not None,
@@ -215,33 +198,6 @@ def _check_num_answers(options: SamplingOptions) -> None:
         raise Unsupported("use_beam_search; a request through Dynamo has one answer, and it is drawn")
 
 
-def _read_guide(options: GuidedDecoding) -> Guide | None:
-    """Raises InvalidRequest for several guides, Unsupported for the options of another engine."""
-    if options.structural_tag is not None:
-        raise Unsupported("structural_tag; this engine guides by json, regex, choice and grammar")
-    if options.whitespace_pattern is not None:
-        raise Unsupported("whitespace_pattern; put the white space into a regex or a grammar")
-    guides = [
-        *([] if options.json is None else [_json_guide(options.json)]),
-        *([] if options.regex is None else [Guide("regex", options.regex)]),
-        *([] if options.choice is None else [_choice_guide(options.choice)]),
-        *([] if options.grammar is None else [Guide("ebnf_grammar", options.grammar)]),
-    ]
-    if len(guides) > 1:
-        raise InvalidRequest("guided_decoding has several of json, regex, choice and grammar; give one of them")
-    return guides[0] if guides else None
-
-
-def _json_guide(schema: Any) -> Guide:
-    return Guide("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
-
-
-def _choice_guide(choices: list[str]) -> Guide:
-    if not choices:
-        raise InvalidRequest("guided_decoding.choice is an empty list; give at least one text")
-    return Guide("regex", "|".join(_REGEX_SPECIAL.sub(r"\\\1", choice) for choice in choices))
-
-
 def _call_of(request: WorkerRequest, sampling: SamplingParams, info: EngineInfo) -> GenerateCall:
     """The same call as from Triton's doors, to which the same limits apply."""
     return GenerateCall(
@@ -252,6 +208,7 @@ def _call_of(request: WorkerRequest, sampling: SamplingParams, info: EngineInfo)
         lora_names=[""],
         lora_starts=[None],
         lora_sets=[()],
+        lora_paths=[""],
         priorities=[0],
         adapter=None,
         is_streaming=True,

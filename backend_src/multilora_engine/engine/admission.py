@@ -308,17 +308,24 @@ class Admission:
         assert num_placed == len(self._live), "a request is lost"
 
     def _pin_or_fetch(self, request: GenerationRequest) -> CachedAdapter | Fetch | None:
-        """The adapter of a request, pinned or on its way; None is the base model."""
+        """The adapter of a request, pinned or on its way; None is the base model.
+
+        Of a request with a path, an adapter that did not come from there is read again and compared.
+        """
         if (task_id := request.task_id) is None or request.lora_task_id is None:
             return None
         if request.lora_set:
             return self._sets.fetch(task_id, request.lora_set, replaces=True) or self._loras.pin(task_id)
+        key = AdapterKey(request.lora_task_id, request.lora_name)
+        if request.lora_path and not self._remote.has_from(task_id, request.lora_path):
+            assert not request.adapter_tenant, "sources have the server's adapters only"
+            return self._remote.fetch(key, path=request.lora_path)
         try:
             return self._loras.pin(task_id)
         except AdapterNotFound:
             if request.adapter_tenant:
                 raise  # sources have the server's adapters only
-            return self._remote.fetch(AdapterKey(request.lora_task_id, request.lora_name))
+            return self._remote.fetch(key)
 
     def _give(self, sequence: Sequence, adapter: CachedAdapter) -> None:
         """Give a sequence its adapter, which is pinned. Raises AdapterNotInvoked; the pin is gone then."""

@@ -132,8 +132,8 @@ class Answers:
         A stop word is the reason whenever it was completed, even by the last token that was allowed.
         """
         held = _NOTHING if delta.stopped else sequence.text.finish()
-        last = TextDelta(delta.token_ids + held.token_ids, delta.text + held.text)
-        return token_output(sequence, last, "stop" if delta.stopped or held.stopped else reason)
+        last = held.after(delta, stopped=delta.stopped or held.stopped)
+        return token_output(sequence, last, "stop" if last.stopped else reason)
 
     def finish_search(self, sequence: Sequence, search: BeamSearch, reason: FinishReason | None = None) -> TokenOutput:
         """The only output of a search. reason: why it was ended, None when it came to its end."""

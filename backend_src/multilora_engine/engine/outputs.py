@@ -33,6 +33,7 @@ def token_output(sequence: Sequence, delta: TextDelta, finish_reason: FinishReas
         prompt_log_probs=report.release_log_probs(),
         num_cached_tokens=sequence.block_table.num_cached_tokens,
         perf=sequence.perf if finish_reason is not None or sequence.request.tells_perf else None,
+        stop_word=delta.stop_word,
     )
 
 

@@ -51,6 +51,11 @@ class Inventory:
         """Whether any tier has an adapter."""
         return self._host.get(lora_task_id) is not None or self._traffic.find(lora_task_id) is not None
 
+    def digest(self, lora_task_id: TaskId) -> str:
+        """The digest of the current version of an adapter, empty if no tier has it."""
+        known = self._host.get(lora_task_id) or self._traffic.find(lora_task_id)
+        return "" if known is None else known.digest
+
     def residency(self, max_adapters: int) -> Residency:
         """Counts of the adapters in memory, and at most `max_adapters` of them one by one.
 

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
+_NUM_PATHS = 1024
+"""How many adapters' paths are remembered before those of adapters that no tier has are forgotten."""
+
 BeginBuild = Callable[[], tuple[Future[PlannedAdapter], Callable[[], None]]]
 """Begins to plan a set. The function of the result is that of `Fetch.on_end`."""
 
@@ -97,6 +100,8 @@ class RemoteAdapters:
         self._fetches: dict[tuple[TaskId, str], Fetch] = {}
         # Written by the fetcher's threads as well. With it, a step looks at no fetch that is still under way.
         self._to_take_up: queue.SimpleQueue[Fetch] = queue.SimpleQueue()
+        self._read_at: dict[TaskId, tuple[str, str]] = {}
+        self._max_paths = _NUM_PATHS
         self._num_fetched = 0
         self.load_seconds = Histogram()
         self._num_misses = 0
@@ -132,6 +137,11 @@ class RemoteAdapters:
         fetch = under_way or self._begin(Fetch(key, path, self._fetcher.fetch(key, source, path)))
         fetch.num_waiting += 1
         return fetch
+
+    def has_from(self, lora_task_id: TaskId, path: str) -> bool:
+        """Whether the current version of an adapter, in any tier, is the one that was last read at this path."""
+        known_path, digest = self._read_at.get(lora_task_id, ("", ""))
+        return known_path == path and self._loras.inventory.digest(lora_task_id) == digest
 
     def build(self, task_id: TaskId, name: str, digest: str, begin: BeginBuild, replaces_set: bool) -> Fetch:
         """Wait for a set of this digest, as `fetch` does for an adapter. `begin` is called unless it is under way."""
@@ -249,8 +259,17 @@ class RemoteAdapters:
             fetch.arrived = self._loras.put(fetch.key.lora_task_id, fetched.packed, name, "downloaded").arrived
         except (AdapterCacheFull, AdapterConflict, InvalidRequest) as error:
             return error
+        if fetch.path:
+            self._note_path(fetch.task_id, fetch.path, fetched.packed.digest)
         self.supersede(fetch.key.lora_task_id)
         return None
+
+    def _note_path(self, task_id: TaskId, path: str, digest: str) -> None:
+        self._read_at[task_id] = (path, digest)
+        if len(self._read_at) > self._max_paths:
+            known = self._loras.inventory.is_known
+            self._read_at = {task_id: read for task_id, read in self._read_at.items() if known(task_id)}
+            self._max_paths = max(_NUM_PATHS, 2 * len(self._read_at))
 
     def _put_set(self, fetch: Fetch, planned: PlannedAdapter) -> RequestError | None:
         try:

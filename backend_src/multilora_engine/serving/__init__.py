@@ -2,7 +2,9 @@
 
 triton_model                               generation, generation_unary: the wiring of
   generation_front, front                  a request accepted; the engine as a model sees it
+  llmapi, vllm                             doors of other protocols, whose requests become those of generation
   request_parser                           the call that its tensors ask for, checked; how tokens are chosen
+  structured_outputs                       guides as vLLM and Dynamo write them
   unsupported                              inputs that this server has no use for
   senders                                  the rights of its sender
   sent_adapter, uploads                    an adapter that comes with it; amounts that are under way

@@ -58,15 +58,16 @@ logger = logging.getLogger(__name__)
 
 
 class Front(ABC):
-    """One of the doors to the engine. has_flat_text: its text_output has no batch dimension."""
+    """One of the doors to the engine."""
 
-    def __init__(self, link: EngineLink, has_flat_text: bool = False) -> None:
+    def __init__(self, link: EngineLink, make_responder: Callable[[TritonRequest], Responder] = Responder) -> None:
+        """make_responder: makes the responder of a request. Raises nothing."""
         self._link = link
-        self._has_flat_text = has_flat_text
+        self._make_responder = make_responder
 
     def accept(self, request: TritonRequest) -> None:
         """Start answering. An error of the request is its answer; the client's thread sends it."""
-        responder = Responder(request, self._has_flat_text)
+        responder = self._make_responder(request)
         self._try(responder, partial(self._accept, request, responder))
 
     def _accept(self, request: TritonRequest, responder: Responder) -> None:

@@ -42,7 +42,7 @@ class GenerationFront(Front):
     """The door of a generation model.
 
     can_stream: whether it may send more than one response a request. renamed: inputs by the names they have at this
-    door, and their names everywhere else. has_flat_text: its text_output has no batch dimension.
+    door, and their names everywhere else. make_responder: makes the responder of a request.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class GenerationFront(Front):
         link: EngineLink,
         can_stream: bool,
         renamed: Mapping[str, str] = MappingProxyType({}),
-        has_flat_text: bool = False,
+        make_responder: Callable[[TritonRequest], Responder] = Responder,
     ) -> None:
-        super().__init__(link, has_flat_text)
+        super().__init__(link, make_responder)
         self._can_stream = can_stream
         self._uploads = Uploads()
         self._logits = InFlight()
@@ -65,12 +65,11 @@ class GenerationFront(Front):
 
     def _submit(self, request: TritonRequest, responder: Responder) -> None:
         rights = self._link.rights(request)
-        inputs = InputTensors(request, self._renamed)
+        info, tokenizer = self._link.describe()
+        inputs = self._read_inputs(request, responder, info, tokenizer)
         if is_stop(inputs):
             self._stop(responder, rights)
             return
-        info, tokenizer = self._link.describe()
-        refuse_lost_inputs(parameters_of(request, info.limits.max_metadata_bytes))
         claims = Claims()
         with claims.closed_on_error():
             if has_weights(inputs):
@@ -85,6 +84,15 @@ class GenerationFront(Front):
                 keys = _order_keys(rights, responder, *_named_task_ids(inputs, rights))
                 gives_back = inputs.num_bytes > MANY_BYTES
                 self._submit_in_turn(keys, partial(_read_and_submit, read, claims), True, rights, responder, gives_back)
+
+    def _read_inputs(
+        self, request: TritonRequest, responder: Responder, info: EngineInfo, tokenizer: Tokenizer
+    ) -> InputTensors:
+        """The inputs of a request as `generation` has them. Raises InvalidRequest for parameters that would be lost."""
+        inputs = InputTensors(request, self._renamed)
+        if not is_stop(inputs):
+            refuse_lost_inputs(parameters_of(request, info.limits.max_metadata_bytes))
+        return inputs
 
     def _read(
         self,
@@ -185,7 +193,7 @@ class GenerationFront(Front):
     ) -> Reply:
         if call.is_streaming:
             return StreamReply(responder, rows, call.pad_id)
-        transcripts = _transcripts(call, rows, responder, tokenizer)
+        transcripts = transcripts_of(call, rows, responder, tokenizer)
         if self._can_stream and len(transcripts) > 1:
             return EachReply(responder, transcripts, call.pad_id)
         return OneReply(responder, transcripts, call.pad_id, call.num_sequences)
@@ -219,6 +227,7 @@ def _expand(
                 tells_perf=call.is_streaming and (call.returns_perf or call.returns_kv_cache),
                 lora_start=call.lora_starts[batch_index],
                 lora_set=call.lora_sets[batch_index],
+                lora_path=call.lora_paths[batch_index],
             )
             num_tokens += len(prompt) + sampling.max_tokens
             requests.append(request)
@@ -251,7 +260,7 @@ def _sampling_of(sampling: SamplingParams, sequence_index: int) -> SamplingParam
     return msgspec.structs.replace(sampling, seed=Random(f"{sampling.seed} {sequence_index}").getrandbits(64))
 
 
-def _transcripts(
+def transcripts_of(
     call: GenerateCall, rows: Mapping[str, ReplyRow], responder: Responder, tokenizer: Tokenizer
 ) -> dict[str, Transcript]:
     """The transcripts by the engine's request ids; they start with the prompt unless it is left out."""

@@ -50,8 +50,18 @@ class InputTensors:
         self._tensors = {renamed.get(tensor.name(), tensor.name()): tensor for tensor in request.inputs()}
         self._arrays: dict[str, NDArray[Any]] = {}
 
+    @classmethod
+    def of(cls, arrays: Mapping[str, NDArray[Any]]) -> InputTensors:
+        """The inputs that a door of another protocol made of a request, by the names and in the shapes of `generation`.
+
+        No weights are among them.
+        """
+        inputs = cls.__new__(cls)
+        inputs._tensors, inputs._arrays = {}, dict(arrays)
+        return inputs
+
     def __contains__(self, name: str) -> bool:
-        return name in self._tensors
+        return name in self._tensors or name in self._arrays
 
     def present(self, *names: str) -> list[str]:
         """The tensors in `names` that the request has."""
@@ -60,7 +70,8 @@ class InputTensors:
     @property
     def num_bytes(self) -> int:
         """The bytes of all tensors but weights, which nobody reads as values."""
-        return sum(_num_bytes(self.array(name)) for name in self._tensors if not name.startswith(_WEIGHTS))
+        names = {*self._tensors, *self._arrays}
+        return sum(_num_bytes(self.array(name)) for name in names if not name.startswith(_WEIGHTS))
 
     def num_rows(self, name: str) -> int:
         """The batch size, by a tensor that is present."""

@@ -84,6 +84,7 @@ class RowAnswer(msgspec.Struct, frozen=True):
     tokens, None also where another response has them. spelled: likewise, the bytes of each token, and those of its
     most probable ones. prompt: values of the prompt's tokens, None also where another response does.
     num_cached_tokens: how many of these the prefix cache had. stop_id: the id by which a stop can name the sequence.
+    stop_word: the one that ended the answer, empty without one.
     """
 
     batch_index: int
@@ -107,6 +108,7 @@ class RowAnswer(msgspec.Struct, frozen=True):
     prompt: PromptAnswer | None = None
     num_cached_tokens: int = 0
     stop_id: str = ""
+    stop_word: str = ""
 
 
 class ReplyRow(msgspec.Struct, frozen=True):
@@ -159,6 +161,7 @@ class ReplyRow(msgspec.Struct, frozen=True):
             prompt=self.prompt.answer(output.prompt_log_probs) if self.prompt and output.prompt_log_probs else None,
             num_cached_tokens=output.num_cached_tokens,
             stop_id=output.request_id,
+            stop_word=output.stop_word,
         )
 
     @staticmethod

@@ -81,8 +81,7 @@ class Responder:
 
     def respond_text(self, name: str, text: str) -> None:
         """A final response with one string."""
-        tensor = self._tensor(name, np.array([[text.encode()]], np.object_))
-        self._append(self._backend.InferenceResponse([tensor]), is_final=True)
+        self._append_arrays({name: np.array([[text.encode()]], np.object_)}, is_final=True)
 
     def respond_empty(self) -> None:
         """A final response without tensors."""
@@ -96,6 +95,11 @@ class Responder:
         unsent, self._unsent, self.unsent_bytes = self._unsent, [], 0
         for response, flags in unsent:
             self._sender.send(response, flags)
+
+    def _append_arrays(self, arrays: Mapping[str, NDArray[Any]], is_final: bool) -> None:
+        """A response with the arrays that the request asks for."""
+        tensors = [self._tensor(name, array) for name, array in arrays.items() if name in self._names]
+        self._append(self._backend.InferenceResponse(tensors), is_final)
 
     def _tensor(self, name: str, array: NDArray[Any]) -> Any:
         return self._backend.Tensor(name, array)
@@ -136,12 +140,15 @@ class Reply(ABC):
 class StreamReply(Reply):
     """Responses with new tokens and text only. A row's first one leaves at once, and has all values of the prompt."""
 
-    def __init__(self, responder: Responder, rows: Mapping[str, ReplyRow], pad_id: int) -> None:
-        """rows: by the engine's request ids."""
+    def __init__(
+        self, responder: Responder, rows: Mapping[str, ReplyRow], pad_id: int, repeats_text: bool = False
+    ) -> None:
+        """rows: by the engine's request ids. repeats_text: whether each response has all of the text so far."""
         super().__init__(responder)
         self._rows = rows
         self._open = set(rows)
         self._num_told = dict.fromkeys(rows, 0)
+        self._texts = dict.fromkeys(rows, "") if repeats_text else None
         self._prompt_logits: dict[str, PromptLogits] = {}
         self._pad_id = pad_id
 
@@ -156,6 +163,9 @@ class StreamReply(Reply):
         if output.is_final:
             self._open.remove(output.request_id)
         logits = self._prompt_logits.pop(output.request_id, None)
+        if self._texts is not None:
+            self._texts[output.request_id] += output.text
+            output = msgspec.structs.replace(output, text=self._texts[output.request_id])
         answer = row.answer(output, num_told, logits.rows if logits else None)
         self._num_told[output.request_id] = output.num_output_tokens
         self._responder.respond([answer], self._pad_id, is_final=not self._open)

@@ -46,6 +46,7 @@ class GenerateCall:
     lora_names: of each row, empty without one; the task id that goes with it is in `lora_task_ids`. lora_starts: the
     positions from which on their adapters compute, None without one.
     lora_sets: of each row, the members of a set; empty for any other adapter.
+    lora_paths: of each row, the place of the adapter's files, empty without one.
     priorities: of each row, smaller ones first.
     """
 
@@ -56,6 +57,7 @@ class GenerateCall:
     lora_names: list[str]
     lora_starts: list[int | None]
     lora_sets: list[tuple[SetMember, ...]]
+    lora_paths: list[str]
     priorities: list[int]
     adapter: SentAdapter | None
     is_streaming: bool
@@ -121,6 +123,7 @@ def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer)
         lora_names=[inputs.text("lora_name", row) or "" for row in rows],
         lora_starts=[inputs.scalar("lora_start", row) for row in rows],
         lora_sets=[read_set(inputs, row) for row in rows],
+        lora_paths=[inputs.text("lora_path", row) or "" for row in rows],
         priorities=[inputs.scalar("priority", row) or 0 for row in rows],
         is_streaming=is_streaming,
         excludes_input=inputs.common("exclude_input_in_output", default=info.exclude_input_in_output),

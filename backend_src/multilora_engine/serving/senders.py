@@ -89,6 +89,8 @@ class Rights:
 
     def grant(self, request: GenerationRequest, is_streaming: bool) -> GenerationRequest:
         """A request as the engine may take it from the sender. Raises PermissionDenied."""
+        if request.lora_path and not self.runs_the_server:
+            raise PermissionDenied("this API key may not choose the path of an adapter; use one that the server has")
         is_unheard = not (is_streaming or self.sender.is_known or self.sender.is_canary)
         granted = msgspec.structs.replace(
             request,

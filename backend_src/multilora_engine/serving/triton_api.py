@@ -89,16 +89,25 @@ def parameters_of(request: TritonRequest, max_metadata_bytes: int) -> dict[str, 
 
     Raises InvalidRequest.
     """
+    values: dict[str, list[str]] = {}
+    for name, value in typed_parameters_of(request, max_metadata_bytes):
+        values.setdefault(name.lower(), []).append(str(value))
+    return values
+
+
+def typed_parameters_of(request: TritonRequest, max_metadata_bytes: int) -> list[tuple[str, Any]]:
+    """The names and values of a request's parameters: the client's own first, then those of headers.
+
+    Raises InvalidRequest.
+    """
     try:
         text = request.parameters() or "{}"
     except UnicodeDecodeError:
         raise InvalidRequest("a header or parameter of the request is not UTF-8") from None
     if (num_bytes := len(text.encode())) > max_metadata_bytes:
         raise InvalidRequest(f"the parameters have {num_bytes} bytes; a request may have {max_metadata_bytes}")
-    values: dict[str, list[str]] = {}
-    for name, value in json.loads(text, object_pairs_hook=list):
-        values.setdefault(name.lower(), []).append(str(value))
-    return values
+    parameters: list[tuple[str, Any]] = json.loads(text, object_pairs_hook=list)
+    return parameters
 
 
 def trace_id_of(request: TritonRequest) -> str:

@@ -1,4 +1,4 @@
-"""The Python models `generation`, `generation_unary`, `tensorrt_llm` and `tensorrt_llm_bls`: doors to one engine.
+"""The Python models `generation` and `generation_unary`, and those of upstream's names: doors to one engine.
 
 Decoupled ones, as Triton calls them, stream; HTTP infer and unary gRPC refuse such models, hence the others.
 `generation` starts the engine and has all parameters; the other models find it, since one server is the parent of all.
@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.errors import ConfigError
@@ -18,9 +19,12 @@ from multilora_engine.process.supervisor import EngineProcess, engine_command
 from multilora_engine.serving.front import EngineLink
 from multilora_engine.serving.generation_front import GenerationFront
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES
+from multilora_engine.serving.llmapi import LlmapiFront
 from multilora_engine.serving.metrics import MetricsPublisher
+from multilora_engine.serving.replies import Responder
 from multilora_engine.serving.senders import read_key_ring, read_proxy_secret
 from multilora_engine.serving.triton_api import TritonRequest, prepare_stub
+from multilora_engine.serving.vllm import VllmFront
 from multilora_engine.tritonserver.installation import check_free_space
 from multilora_wire.layout import adapter_pages
 
@@ -95,7 +99,22 @@ class TextDoorModel(DoorModel):
     """A door with the ensemble's tensors: the ensemble in one step, which makes it cancellable."""
 
     def _make_front(self, link: EngineLink, can_stream: bool) -> GenerationFront:
-        return GenerationFront(link, can_stream, renamed=ENSEMBLE_NAMES, has_flat_text=True)
+        make_responder = partial(Responder, has_flat_text=True)
+        return GenerationFront(link, can_stream, renamed=ENSEMBLE_NAMES, make_responder=make_responder)
+
+
+class LlmapiModel(DoorModel):
+    """A door with the tensors of NVIDIA's recipe of the LLM API."""
+
+    def _make_front(self, link: EngineLink, can_stream: bool) -> GenerationFront:
+        return LlmapiFront(link, can_stream)
+
+
+class VllmModel(DoorModel):
+    """A door with the tensors of Triton's vLLM backend."""
+
+    def _make_front(self, link: EngineLink, can_stream: bool) -> GenerationFront:
+        return VllmFront(link, can_stream)
 
 
 def engine_environ(args: Mapping[str, str], config: EngineConfig, environ: Mapping[str, str]) -> dict[str, str]:

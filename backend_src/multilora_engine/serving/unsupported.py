@@ -8,7 +8,8 @@ change no answer; any other one could be another server's name of an adapter, a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from multilora_engine.errors import InvalidRequest, Unsupported
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES, InputTensors
@@ -29,6 +30,8 @@ UNSUPPORTED_OPTIONS: Mapping[str, str] = {
     "prompt_vocab_size": _PROMPT_TABLE,
     "prompt_table_extra_id": _PROMPT_TABLE,
     "PROMPT_TABLE_EXTRA_ID": f"{_PROMPT_TABLE} (it is the ensemble's prompt_table_extra_id)",
+    "image": _IMAGES,
+    "image_url": _IMAGES,
     "image_url_input": _IMAGES,
     "IMAGE_URL": _IMAGES,
     "draft_acceptance_threshold": _DRAFT,
@@ -39,8 +42,10 @@ UNSUPPORTED_OPTIONS: Mapping[str, str] = {
     "lookahead_verification_set_size": _DRAFT,
     "retention_decode_priority": _RETENTION,
     "retention_decode_duration_ms": _RETENTION,
+    "sampling_param_logits_post_processor_name": "logits processors",
+    "embedding_request": "embeddings",
 }
-"""Inputs of one value a row, with their purposes. False, 0 and the empty text ask for nothing."""
+"""Inputs whose values are options, with their purposes. False, 0 and the empty text ask for nothing."""
 
 UNSUPPORTED_TENSORS: Mapping[str, str] = {
     "decoder_input_ids": _ENCODER,
@@ -104,7 +109,18 @@ ONLY_AT_GENERATION = frozenset(
 )
 """Inputs of `generation` that the ensembles do not have under any name."""
 
-_NOTHING = frozenset({"false", "0", "0.0", "", "none", "null"})
+_NOTHING = frozenset({"false", "0", "0.0", "", "none", "null", "[]", "{}"})
+
+
+def is_of_adapters(name: str) -> bool:
+    """Whether a parameter of this name could be meant to choose an adapter."""
+    return name.lower().startswith(_ADAPTER_WORDS)
+
+
+def means_nothing(values: Iterable[object]) -> bool:
+    """Whether the values ask for nothing, whatever they are of."""
+    return all(str(value).lower() in _NOTHING for value in values)
+
 
 HARMLESS_PARAMETERS: Mapping[str, str] = {
     CLIENT_HEADER: "who asks, by the proxy's word",
@@ -134,25 +150,46 @@ _OF_TRITON = "triton_"
 """Of the names that begin so Triton refuses those that it does not know."""
 
 
-def refuse_lost_inputs(parameters: Mapping[str, list[str]]) -> None:
+def is_of_triton(name: str) -> bool:
+    """Whether a parameter of this name is for the server itself."""
+    return name.lower().startswith(_OF_TRITON)
+
+
+@dataclass(frozen=True)
+class DoorNames:
+    """The names that a door has for its inputs, where clients of other doors have others.
+
+    adapter: the inputs that choose an adapter, in words. others: its names, by those of other doors. harmless: the
+    parameters that change no answer, by their names in lower case.
+    """
+
+    adapter: str
+    others: Mapping[str, str]
+    harmless: Collection[str]
+
+
+OUR_NAMES = DoorNames("lora_task_id or lora_name", _OTHER_NAMES, HARMLESS_PARAMETERS)
+"""Those of `generation` and the ensembles."""
+
+
+def refuse_lost_inputs(parameters: Mapping[str, list[str]], names: DoorNames = OUR_NAMES) -> None:
     """Raises InvalidRequest for a parameter that could have been meant for an input: one that chooses an adapter, in
     whose place the base model would answer, one that is an input of other models, and any that nobody here knows.
 
-    parameters: the values of a request's parameters by name in lower case.
+    parameters: the values of a request's parameters by name in lower case. names: of the door's inputs.
     """
     for name, values in parameters.items():
-        if name in HARMLESS_PARAMETERS or name.startswith(_OF_TRITON):
+        if name in names.harmless or is_of_triton(name):
             continue
-        if name.startswith(_ADAPTER_WORDS):
+        if is_of_adapters(name):
             raise InvalidRequest(
-                f"{name} is a parameter of the request, and these choose no adapter: send the input lora_task_id or "
-                "lora_name"
+                f"{name} is a parameter of the request, and these choose no adapter: send the input {names.adapter}"
             )
-        if _NOTHING.issuperset(map(str.lower, values)):
+        if means_nothing(values):
             continue
-        if name in _OTHER_NAMES:
+        if name in names.others:
             raise InvalidRequest(
-                f"{name} is a parameter of the request and no input of this model, which has it as {_OTHER_NAMES[name]}"
+                f"{name} is a parameter of the request and no input of this model, which has it as {names.others[name]}"
             )
         if name in ONLY_AT_GENERATION:
             raise InvalidRequest(

@@ -39,6 +39,8 @@ class SpelledText:
         self._num_chars = num_chars
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._utf8.setstate(utf8_state)
+        self.stop_word = ""
+        """The last word that was found."""
         # The start of the text counts as one, so that every place has one before it.
         self._specials = [_Special(-1, 0, 0)]
 
@@ -99,6 +101,7 @@ class SpelledText:
             if start >= self._specials[-1].end:
                 break
             if not self._is_in_special(start):
+                self.stop_word = str(word)
                 return range(self._place(start), self._place(self._num_chars))
         return None
 

@@ -15,11 +15,21 @@ from multilora_engine.text.tokenizer import Tokenizer
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """The text that one more token decided. stopped: a stop word is complete, and nothing may follow."""
+    """The text that one more token decided.
+
+    stopped: a stop word, a stop token sequence or the end token is complete, and nothing may follow. stop_word: the
+    stop word, empty for any other end.
+    """
 
     token_ids: list[int]
     text: str
     stopped: bool = False
+    stop_word: str = ""
+
+    def after(self, earlier: TextDelta, stopped: bool) -> TextDelta:
+        """One delta of two, with the text and the stop of both."""
+        text, word = earlier.text + self.text, earlier.stop_word or self.stop_word
+        return TextDelta(earlier.token_ids + self.token_ids, text, stopped, word)
 
 
 _NOTHING = TextDelta([], "")
@@ -96,7 +106,7 @@ class TextStream:
         assert not self._is_stopped, "a token after the stop word"
         delta = self._follow(token_id, b"")
         rest = _NOTHING if delta.stopped else self.finish()
-        return TextDelta(delta.token_ids + rest.token_ids, delta.text + rest.text, stopped=True)
+        return rest.after(delta, stopped=True)
 
     def _follow(self, token_id: int, data: bytes) -> TextDelta:
         """The text that one more token of these bytes decides."""
@@ -138,15 +148,17 @@ class TextStream:
         token sequence, that the last token completed.
         """
         stop = self._stop_in(text) if self._words else None
+        word = "" if stop is None else str(next(self._words.words(self._word_state)))
         self._held_text += text
         if spelled_stop is not None and (
             stop is None or (spelled_stop.stop, spelled_stop.start) < (stop.stop, stop.start)
         ):
-            stop = spelled_stop
+            assert self._spelled is not None, "it found the stop"
+            stop, word = spelled_stop, self._spelled.stop_word
         if sequence_stop is not None and (stop is None or sequence_stop.start < stop.start):
-            stop = sequence_stop
+            stop, word = sequence_stop, ""
         if stop is not None:
-            return self._stop(stop)
+            return self._stop(stop, word)
         self._close_tokens()
         text = self._emit(self._num_decided())
         return TextDelta(self._complete_tokens(), text)
@@ -178,13 +190,13 @@ class TextStream:
                 return range(end - length, end)
         return None
 
-    def _stop(self, stop: range) -> TextDelta:
+    def _stop(self, stop: range, word: str) -> TextDelta:
         self._is_stopped = True
         num_chars = stop.stop if self._includes_stop else stop.start
         if num_chars > self._num_chars:
             # A special token cut a character in two.
             self._held_text += self._utf8.decode(b"", final=True)
-        return TextDelta(self._all_tokens(), self._emit(num_chars), stopped=True)
+        return TextDelta(self._all_tokens(), self._emit(num_chars), stopped=True, stop_word=word)
 
     def _close_tokens(self) -> None:
         """At a character boundary, note after how many characters of the whole text the open tokens are complete."""

@@ -86,8 +86,10 @@ def serve(
     upstream_models: Annotated[
         UpstreamModels,
         typer.Option(
-            help="Serve the engine as tensorrt_llm and tensorrt_llm_bls, too: decoupled for clients that stream, "
-            "unary for HTTP infer and unary gRPC. The ensemble is decoupled unless this is unary."
+            help="Serve clients of other Triton backends, too. TensorRT-LLM's inflight_batcher_llm (tensorrt_llm, "
+            "tensorrt_llm_bls): decoupled for clients that stream, unary for HTTP infer and unary gRPC; the ensemble "
+            "is decoupled unless this is unary. NVIDIA's llmapi (tensorrt_llm): llmapi for one response, "
+            "llmapi-decoupled for streams. Triton's vLLM backend (vllm_model): vllm."
         ),
     ] = _DEFAULT.upstream_models,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = _DEFAULT.host,

@@ -1,9 +1,13 @@
-"""The models `tensorrt_llm` and `tensorrt_llm_bls`, by which clients of TensorRT-LLM's recipe know the engine.
+"""The models by which clients of other Triton backends know the engine, in the protocols of these backends.
 
-They are further doors to the engine of `generation`, and no ensembles, so that cancelling works. Nothing about them is
-written down twice: `tensorrt_llm` is `generation_unary` under another name, `tensorrt_llm_bls` has the tensors of
-`ensemble`. Both are decoupled if their clients stream, and so is `ensemble`, as upstream's template has it with
-`decoupled_mode`.
+They are further doors to the engine of `generation`, and no ensembles, so that cancelling works.
+
+- TensorRT-LLM's `inflight_batcher_llm`: `tensorrt_llm` is `generation_unary` under another name, `tensorrt_llm_bls` has
+  the tensors of `ensemble`. Both are decoupled if their clients stream, and so is `ensemble`, as upstream's template
+  has it with `decoupled_mode`.
+- NVIDIA's `llmapi`: `tensorrt_llm` with tensors of its own, and without a batch dimension. It is decoupled or not, as
+  with upstream's `triton_config`.
+- Triton's vLLM backend: `vllm_model`, the name of its sample, always decoupled.
 """
 
 from __future__ import annotations
@@ -16,11 +20,17 @@ from pathlib import Path
 from tritonclient.grpc.model_config_pb2 import (
     TYPE_BOOL,
     TYPE_FP16,
+    TYPE_FP32,
     TYPE_INT32,
+    TYPE_INT64,
     TYPE_STRING,
     TYPE_UINT8,
+    TYPE_UINT32,
+    TYPE_UINT64,
     ModelConfig,
     ModelInput,
+    ModelInstanceGroup,
+    ModelOutput,
 )
 
 from multilora_engine.errors import ConfigError
@@ -28,17 +38,26 @@ from multilora_engine.tritonserver.repository import CONFIG_NAME, ENGINE_MODEL, 
 
 
 class UpstreamModels(StrEnum):
-    """Whether there are models of all of upstream's names, and for which clients: a model cannot serve both."""
+    """For clients of which backend there are models: a model has one protocol, and streams or not.
+
+    DECOUPLED, UNARY: TensorRT-LLM's `inflight_batcher_llm`.
+    """
 
     NONE = "none"
     DECOUPLED = "decoupled"
     UNARY = "unary"
+    LLMAPI = "llmapi"
+    LLMAPI_DECOUPLED = "llmapi-decoupled"
+    VLLM = "vllm"
 
 
 _DOOR = "generation_unary"
 _TEXT_DOOR = "ensemble"
 
-_TEXT_MODEL = "from multilora_engine.serving.triton_model import TextDoorModel as TritonPythonModel\n"
+
+def _model_code(name: str) -> str:
+    return f"from multilora_engine.serving.triton_model import {name} as TritonPythonModel\n"
+
 
 # Images, videos and draft models: refused by the names they have at this door only.
 _TEXT_INPUTS = (
@@ -51,20 +70,126 @@ _TEXT_INPUTS = (
 )
 
 
-def add_upstream_models(repository: Path, models: UpstreamModels) -> None:
-    """Write `tensorrt_llm` and `tensorrt_llm_bls` into a repository that has our models, and put the step into its
-    `ensemble` that makes it decoupled or not.
+def _inputs(**tensors: tuple[int, int]) -> list[ModelInput]:
+    """Each with its type and its one dimension. All but the prompt are optional."""
+    return [
+        ModelInput(name=name, data_type=data_type, dims=[size], optional=name != "text_input")
+        for name, (data_type, size) in tensors.items()
+    ]
 
-    Raises ConfigError when it has the two already.
+
+def _outputs(**tensors: tuple[int, int]) -> list[ModelOutput]:
+    return [ModelOutput(name=name, data_type=kind, dims=[size]) for name, (kind, size) in tensors.items()]
+
+
+_LLMAPI = ModelConfig(
+    name="tensorrt_llm",
+    input=_inputs(
+        text_input=(TYPE_STRING, -1),
+        streaming=(TYPE_BOOL, 1),
+        sampling_param_max_tokens=(TYPE_INT32, 1),
+        sampling_param_temperature=(TYPE_FP32, 1),
+        sampling_param_top_k=(TYPE_INT32, 1),
+        sampling_param_top_p=(TYPE_FP32, 1),
+        sampling_param_frequency_penalty=(TYPE_FP32, 1),
+        sampling_param_presence_penalty=(TYPE_FP32, 1),
+        sampling_param_stop=(TYPE_STRING, -1),
+        sampling_param_seed=(TYPE_UINT64, 1),
+        sampling_param_exclude_input_from_output=(TYPE_BOOL, 1),
+        sampling_param_return_perf_metrics=(TYPE_BOOL, 1),
+        return_finish_reason=(TYPE_BOOL, 1),
+        return_stop_reason=(TYPE_BOOL, 1),
+        return_cumulative_logprob=(TYPE_BOOL, 1),
+        stop=(TYPE_BOOL, 1),
+        lora_id=(TYPE_UINT64, 1),
+        lora_name=(TYPE_STRING, 1),
+        lora_path=(TYPE_STRING, 1),
+        lora_ckpt_source=(TYPE_STRING, 1),
+        # Refused if they ask for something.
+        sampling_param_best_of=(TYPE_INT32, 1),
+        sampling_param_logits_post_processor_name=(TYPE_STRING, 1),
+        image_url=(TYPE_STRING, -1),
+    ),
+    # As upstream declares them; it sends all of them as strings, and so do we.
+    output=_outputs(
+        text_output=(TYPE_STRING, -1),
+        finish_reason=(TYPE_STRING, -1),
+        stop_reason=(TYPE_STRING, -1),
+        cumulative_logprob=(TYPE_FP32, -1),
+        kv_cache_reused_block=(TYPE_INT32, -1),
+        kv_cache_missed_block=(TYPE_INT32, -1),
+        kv_cache_alloc_new_blocks=(TYPE_INT32, -1),
+        kv_cache_alloc_total_blocks=(TYPE_INT32, -1),
+        kv_cache_hit_rate=(TYPE_FP32, -1),
+        arrival_time_ns=(TYPE_INT64, 1),
+        first_scheduled_time_ns=(TYPE_INT64, 1),
+        first_token_time_ns=(TYPE_INT64, 1),
+        last_token_time_ns=(TYPE_INT64, 1),
+        acceptance_rate=(TYPE_FP32, 1),
+        total_accepted_draft_tokens=(TYPE_INT32, 1),
+        total_draft_tokens=(TYPE_INT32, 1),
+    ),
+)
+
+_VLLM = ModelConfig(
+    name="vllm_model",
+    input=_inputs(
+        text_input=(TYPE_STRING, 1),
+        stream=(TYPE_BOOL, 1),
+        sampling_parameters=(TYPE_STRING, 1),
+        exclude_input_in_output=(TYPE_BOOL, 1),
+        return_finish_reason=(TYPE_BOOL, 1),
+        return_cumulative_logprob=(TYPE_BOOL, 1),
+        return_logprobs=(TYPE_BOOL, 1),
+        return_num_input_tokens=(TYPE_BOOL, 1),
+        return_num_output_tokens=(TYPE_BOOL, 1),
+        # Refused if they ask for something.
+        image=(TYPE_STRING, -1),
+        embedding_request=(TYPE_STRING, 1),
+    ),
+    output=_outputs(
+        text_output=(TYPE_STRING, -1),
+        finish_reason=(TYPE_STRING, -1),
+        cumulative_logprob=(TYPE_FP32, -1),
+        logprobs=(TYPE_STRING, -1),
+        num_input_tokens=(TYPE_UINT32, 1),
+        num_output_tokens=(TYPE_UINT32, -1),
+    ),
+)
+
+
+def _foreign_model(config: ModelConfig, is_decoupled: bool) -> ModelConfig:
+    """A model of the Python backend whose tensors have no batch dimension."""
+    model = ModelConfig(backend="python", max_batch_size=0)
+    model.MergeFrom(config)
+    model.model_transaction_policy.decoupled = is_decoupled
+    model.instance_group.add(count=1, kind=ModelInstanceGroup.KIND_CPU)
+    return model
+
+
+def add_upstream_models(repository: Path, models: UpstreamModels) -> None:
+    """Write the models of a backend's names into a repository that has our models. For `inflight_batcher_llm` the step
+    of `ensemble` becomes the one that makes it decoupled or not.
+
+    Raises ConfigError when the repository has a model of such a name already.
     """
     if models is UpstreamModels.NONE:
         return
-    if (repository / "tensorrt_llm").exists():
-        raise ConfigError("the model repository has a model tensorrt_llm already; leave out --upstream-models")
+    name = "vllm_model" if models is UpstreamModels.VLLM else "tensorrt_llm"
+    if (repository / name).exists():
+        raise ConfigError(f"the model repository has a model {name} already; leave out --upstream-models")
+    if models is UpstreamModels.VLLM:
+        _write_model(repository / name, _foreign_model(_VLLM, is_decoupled=True), _model_code("VllmModel"))
+        return
+    if models in (UpstreamModels.LLMAPI, UpstreamModels.LLMAPI_DECOUPLED):
+        config = _foreign_model(_LLMAPI, models is UpstreamModels.LLMAPI_DECOUPLED)
+        _write_model(repository / name, config, _model_code("LlmapiModel"))
+        return
     is_decoupled = models is UpstreamModels.DECOUPLED
     model_code = (repository / _DOOR / "1" / "model.py").read_text()
     _write_model(repository / "tensorrt_llm", door_config(repository, is_decoupled), model_code)
-    _write_model(repository / "tensorrt_llm_bls", text_door_config(repository, is_decoupled), _TEXT_MODEL)
+    text_config = text_door_config(repository, is_decoupled)
+    _write_model(repository / "tensorrt_llm_bls", text_config, _model_code("TextDoorModel"))
     _set_ensemble_step(repository / _TEXT_DOOR, ENGINE_MODEL if is_decoupled else _DOOR)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from multilora_engine.errors import (
     QueueFull,
     SourceUnavailable,
 )
+from multilora_engine.lora import remote as remote_module
 from multilora_engine.lora.adapter_events import EventLog
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.format import pack_adapter
@@ -124,6 +126,42 @@ def test_another_version_at_a_path_follows_lora_on_conflict(on_conflict: str) ->
     assert isinstance(fetch.error, AdapterConflict) == is_refused
     assert world.loras.inventory.info(task_id_of("x")).digest == packed(1 if is_refused else 2).digest
     assert world.remote.stats.failures == 0
+
+
+@pytest.mark.parametrize("on_conflict", ["refuse", "replace"])
+def test_an_adapter_is_from_a_path_while_it_has_the_content_that_was_read_there(on_conflict: str) -> None:
+    world = World(on_conflict=on_conflict)
+    task_id = task_id_of("x")
+
+    def read(path: str, seed: int) -> None:
+        world.remote.fetch(key("x"), path=path)
+        world.fetcher.begin().set_result(FetchedAdapter(packed(seed), ""))
+        list(world.remote.poll())
+
+    assert not world.remote.has_from(task_id, "/a")
+    read("/a", 1)
+    assert world.remote.has_from(task_id, "/a")
+    assert not world.remote.has_from(task_id, "/b")
+    read("/b", 2)
+    assert world.remote.has_from(task_id, "/a" if on_conflict == "refuse" else "/b")
+    assert not world.remote.has_from(task_id, "/b" if on_conflict == "refuse" else "/a")
+    world.loras.unload(task_id)
+    assert not any(world.remote.has_from(task_id, path) for path in ("/a", "/b")), "evicted"
+    world.upload("x", packed(3))
+    assert not any(world.remote.has_from(task_id, path) for path in ("/a", "/b")), "sent by a client"
+
+
+def test_paths_of_adapters_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_module, "_NUM_PATHS", 4)
+    world = World()
+    for number in range(20):
+        world.remote.fetch(AdapterKey(number), path="/there")
+        world.fetcher.begin().set_result(FetchedAdapter(packed(1), ""))
+        list(world.remote.poll())
+        if number != 7:
+            world.loras.unload(number)
+    assert world.remote.has_from(7, "/there")
+    assert len(world.remote._read_at) <= 5
 
 
 def test_a_path_without_sources_is_refused() -> None:
@@ -386,6 +424,57 @@ def test_an_adapter_that_no_source_has_is_not_found_in_the_words_of_who_asked(en
     assert (finals["by name"].error_code, finals["by id"].error_code) == ("NOT_FOUND", "NOT_FOUND")
     assert "LoRA adapter 'nobody' not found in cache. Please send LoRA weights" in str(finals["by name"].error_message)
     assert "LoRA task 404 not found in cache. Please send LoRA weights" in str(finals["by id"].error_message)
+
+
+@pytest.mark.parametrize("on_conflict", ["refuse", "replace"])
+def test_a_request_with_a_path_is_answered_by_the_adapter_there_or_not_at_all(
+    oracle_and_checkpoint: tuple[Oracle, Path], default_model_dir: Path, tmp_path: Path, on_conflict: str
+) -> None:
+    oracle, checkpoint = oracle_and_checkpoint
+    paths = {name: str(oracle.adapters[name]) for name in ("pirate", "parrot")}
+    lora = {
+        "lora_sources": [{"source": "directory", "root": str(oracle.adapters["pirate"].parent)}],
+        "lora_cache_host_memory_bytes": 32 << 20,
+        "lora_on_conflict": on_conflict,
+    }
+    config = EngineConfig(
+        model_path=checkpoint,
+        tokenizer_path=default_model_dir,
+        num_threads=1,
+        kv_cache_memory_bytes=32 << 20,
+        lora=LoRAConfig.model_validate(lora),
+    )
+    with closing(Engine(config)) as engine:
+
+        def ask(path: str) -> Answer:
+            engine.add_request(request("r", lora_task_id=7, lora_path=path))
+            (answer,) = finish(engine).values()
+            return answer
+
+        def assert_answers(name: str) -> None:
+            answer = ask(paths[name])
+            assert answer.token_ids == oracle.logits(name, PROMPT, answer.token_ids).argmax(dim=-1).tolist()
+
+        def error_of(path: str) -> str:
+            final = ask(path).final
+            assert final is not None
+            return f"{final.error_code} {final.error_message}"
+
+        assert_answers("pirate")
+        num_fetched = engine.remote.stats.copies
+        assert_answers("pirate")
+        assert engine.remote.stats.copies == num_fetched, "it is not read again"
+        if on_conflict == "replace":
+            assert_answers("parrot")
+            assert_answers("pirate")
+        else:
+            assert error_of(paths["parrot"]).startswith("ALREADY_EXISTS LoRA task 7 is cached with other weights")
+        engine.loras.unload(7)
+        assert_answers("pirate")  # evicted, it comes back from its path
+        assert error_of("/etc").startswith("INVALID_ARG adapters cannot be loaded from '/etc'")
+        assert error_of(f"{paths['pirate']}/../../checkpoint").startswith("INVALID_ARG adapters cannot be loaded from")
+        assert error_of(f"{paths['pirate']}x").startswith("NOT_FOUND LoRA task 7 not found")
+        assert_answers("pirate")
 
 
 def test_parked_requests_can_be_cancelled_and_reach_their_deadlines(engine: Engine) -> None:

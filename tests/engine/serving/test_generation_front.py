@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from multilora_engine.serving import generation_front
 from multilora_engine.serving.front import EngineLink
 from multilora_engine.serving.generation_front import GenerationFront
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES
+from multilora_engine.serving.replies import Responder
 from multilora_engine.text.tokenizer import Tokenizer
 
 WIRE = wire_adapter(TINY, [(1, 0, 4), (6, 2, 7)])
@@ -100,7 +102,8 @@ def test_a_stream_joined_is_the_one_response(front: GenerationFront) -> None:
 
 
 def test_a_door_of_the_ensembles_names_reads_what_they_mean(link: EngineLink, engine: FakeEngine) -> None:
-    text_door = GenerationFront(link, can_stream=True, renamed=ENSEMBLE_NAMES, has_flat_text=True)
+    flat = partial(Responder, has_flat_text=True)
+    text_door = GenerationFront(link, can_stream=True, renamed=ENSEMBLE_NAMES, make_responder=flat)
     sampling = {"top_k": [[7]], "top_p": np.array([[0.5]], np.float32), "length_penalty": np.array([[2.0]], np.float32)}
     parts = ask(text_door, {"text_input": [["Hello there"]], "max_tokens": [[20]], "stream": [[True]], **sampling})
     assert [part.arrays["text_output"].shape for part in parts] == [(1,)] * len(parts)

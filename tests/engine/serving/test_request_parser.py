@@ -431,6 +431,7 @@ def rows(sampling: list[SamplingParams], prompt_tokens: int = 1, num_sequences: 
         lora_names=[""] * len(sampling),
         lora_starts=[None] * len(sampling),
         lora_sets=[()] * len(sampling),
+        lora_paths=[""] * len(sampling),
         priorities=[0] * len(sampling),
         adapter=None,
         is_streaming=False,

@@ -149,6 +149,13 @@ def test_a_request_becomes_the_senders_with_the_priority_it_may_have(tmp_path: P
     assert book(min_priority=-9).rights(RawRequest()).grant(request, is_streaming=True).priority == -5
 
 
+def test_only_who_runs_the_server_chooses_the_path_of_an_adapter(tmp_path: Path) -> None:
+    request = GenerationRequest("r", [1], SamplingParams(1), lora_task_id=7, lora_path="/adapters/pirate")
+    with pytest.raises(PermissionDenied, match="may not choose the path of an adapter"):
+        rights_of(tmp_path, tenant="acme").grant(request, is_streaming=True)
+    assert book().rights(RawRequest()).grant(request, is_streaming=True).lora_path == "/adapters/pirate"
+
+
 @pytest.mark.parametrize("has_keys", [False, True])
 def test_only_who_has_the_canarys_key_is_the_canary(tmp_path: Path, has_keys: bool) -> None:
     path = tmp_path / "keys.json"

@@ -199,7 +199,7 @@ def test_what_may_become_a_word_with_a_special_token_is_held_back_until_it_is_de
     assert text_stream.push(end) == TextDelta([], "")
     assert text_stream.push(b) == TextDelta([b, end], "b")
     assert text_stream.push(end) == TextDelta([], "")
-    assert text_stream.push(newline) == TextDelta([b, end, newline], "", stopped=True)
+    assert text_stream.push(newline) == TextDelta([b, end, newline], "", stopped=True, stop_word="b</s>\n")
 
 
 def test_a_word_that_begins_inside_a_special_token_costs_no_more_than_another(tokenizer: Tokenizer) -> None:

@@ -37,6 +37,12 @@ def naive_text(text: str, stop_words: tuple[str, ...]) -> tuple[str, bool]:
     return (text, False) if cut is None else (cut[0], True)
 
 
+def naive_stop_word(text: str, stop_words: tuple[str, ...]) -> str:
+    """The stop word at which the text is cut, empty without one."""
+    before, through = naive_cut(text, stop_words) or ("", "")
+    return through[len(before) :]
+
+
 def naive_stop(
     pieces: list[bytes], token_ids: list[int], stop_words: tuple[str, ...], sequences: tuple[tuple[int, ...], ...]
 ) -> tuple[str, str, int]:
@@ -77,6 +83,7 @@ class TestStream:
         text, is_stopped = naive_text(tokenizer.decode(token_ids), stop_words)
         assert joined(deltas) == text
         assert deltas[-1].stopped == is_stopped
+        assert deltas[-1].stop_word == naive_stop_word(tokenizer.decode(token_ids), stop_words)
         assert tokens(deltas) == list(token_ids)[: len(deltas)]
 
     @settings(max_examples=1500, deadline=None)
@@ -157,11 +164,11 @@ class TestStream:
         text_stream = TextStream(ByteTokens([b"one E", b"N", b"D and"]), ("END",), ((7, 8),), True)
         assert text_stream.push(0) == TextDelta([0], "one E")
         assert text_stream.push(1) == TextDelta([1], "N")
-        assert text_stream.push(2) == TextDelta([2], "D", stopped=True)
+        assert text_stream.push(2) == TextDelta([2], "D", stopped=True, stop_word="END")
 
     def test_a_stop_word_releases_every_token_up_to_the_one_that_completed_it(self) -> None:
         deltas = stream(ByteTokens([b"text E", b"N", b"D and more"]), [0, 1, 2], ("END",))
-        assert deltas[-1] == TextDelta([0, 1, 2], "", stopped=True)
+        assert deltas[-1] == TextDelta([0, 1, 2], "", stopped=True, stop_word="END")
         assert joined(deltas) == "text "
 
     def test_of_stop_words_that_end_together_the_longest_wins(self) -> None:

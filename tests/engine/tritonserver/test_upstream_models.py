@@ -3,8 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.contract import INPUTS, OUTPUTS, REQUIRED, misfits
 
-from multilora_engine.serving.triton_model import DoorModel, TextDoorModel
+from multilora_engine.errors import ConfigError
+from multilora_engine.serving.triton_model import DoorModel, LlmapiModel, TextDoorModel, VllmModel
 from multilora_engine.tritonserver.repository import find_model_repository, model_names, read_config, write_overridden
 from multilora_engine.tritonserver.upstream_models import UpstreamModels, add_upstream_models
 
@@ -59,6 +61,40 @@ def test_a_repository_that_is_linked_to_is_not_written_to(repository: Path) -> N
     before = (find_model_repository() / "ensemble" / "config.pbtxt").read_text()
     add_upstream_models(repository, UpstreamModels.UNARY)
     assert (find_model_repository() / "ensemble" / "config.pbtxt").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("models", "contract", "name", "is_decoupled", "code"),
+    [
+        (UpstreamModels.LLMAPI, "llmapi", "tensorrt_llm", False, LlmapiModel),
+        (UpstreamModels.LLMAPI_DECOUPLED, "llmapi", "tensorrt_llm", True, LlmapiModel),
+        (UpstreamModels.VLLM, "vllm_model", "vllm_model", True, VllmModel),
+    ],
+)
+def test_a_model_of_another_protocol_has_its_tensors_and_no_batch_dimension(
+    repository: Path, models: UpstreamModels, contract: str, name: str, is_decoupled: bool, code: type
+) -> None:
+    before = model_names(repository)
+    add_upstream_models(repository, models)
+    assert model_names(repository) == sorted([*before, name])
+    config = read_config(repository / name / "config.pbtxt")
+    assert (config.name, config.backend, config.max_batch_size) == (name, "python", 0)
+    assert config.model_transaction_policy.decoupled == is_decoupled
+    assert misfits(config.input, INPUTS[contract]) == misfits(config.output, OUTPUTS[contract]) == []
+    assert {tensor.name for tensor in config.input} == set(INPUTS[contract])
+    assert {tensor.name for tensor in config.output} == set(OUTPUTS[contract])
+    assert {tensor.name for tensor in config.input if not tensor.optional} == REQUIRED[contract]
+    scope: dict[str, object] = {}
+    exec((repository / name / "1" / "model.py").read_text(), scope)
+    assert scope["TritonPythonModel"] is code
+    assert steps_of(repository, "ensemble") == ["preprocessing", "generation"], "the other models stay as they are"
+
+
+@pytest.mark.parametrize("models", list(UpstreamModels)[1:])
+def test_a_repository_that_has_such_a_model_gets_no_second_one(repository: Path, models: UpstreamModels) -> None:
+    add_upstream_models(repository, models)
+    with pytest.raises(ConfigError, match="already; leave out --upstream-models"):
+        add_upstream_models(repository, models)
 
 
 def test_none_are_added_unless_asked_for(repository: Path) -> None:
