@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from support.engines import poison_claimed_blocks, run_all
-from support.oracle import ATTENTION, Oracle, packed
+from support.oracle import ATTENTION, Oracle, Oracles, packed
 from support.parity import (
     TINY,
     TINY_KV_CACHE_BYTES,
@@ -252,3 +253,38 @@ def test_beams_of_a_mixture_are_those_of_transformers(tmp_path: Path, default_mo
             pad_token_id=0,
         )
         assert [beam.token_ids for beam in final.beams] == expected[:, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+def test_adapters_that_peft_trains_on_parameters_answer_as_peft_does(
+    family: str, tmp_path: Path, default_model_dir: Path
+) -> None:
+    torch.manual_seed(7)
+    MODELS[family]().save_pretrained(tmp_path / "checkpoint")
+    oracles = Oracles(AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32), tmp_path)
+    gate_up, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+    kinds: dict[str, dict[str, Any]] = {
+        "experts and router": {"target_parameters": [gate_up, down, "mlp.gate.weight"], "target_modules": ["q_proj"]},
+        "down alone": {"target_parameters": [f"0.{down}"], "use_rslora": True},
+        "ranks": {"target_parameters": [gate_up, down], "rank_pattern": {down: 5}, "alpha_pattern": {gate_up: 70}},
+    }
+    for seed, (name, options) in enumerate(kinds.items()):
+        oracles.add(name, LoraConfig(**{"r": 3, "lora_alpha": 90, "target_modules": []} | options), seed)
+    engine = Engine(
+        EngineConfig(
+            model_path=tmp_path / "checkpoint",
+            tokenizer_path=default_model_dir,
+            kv_cache_memory_bytes=TINY_KV_CACHE_BYTES,
+            num_threads=2,
+            lora=LoRAConfig(lora_cache_host_memory_bytes=512 << 20),
+        )
+    )
+    for task_id, folder in enumerate(oracles.adapters.values()):
+        engine.put_adapter(task_id, packed(folder, engine.info.adapter_layout))
+
+    requests = requests_for(oracles, tiny_prompts(8), max_tokens=8)
+    answers = run_all(engine, requests)
+
+    assert_greedy(oracles, requests, answers)
+    base = [GenerationRequest(r.request_id, r.prompt_token_ids, r.sampling) for r in requests]
+    assert_adapters_matter(requests, answers, run_all(engine, base))
