@@ -202,7 +202,8 @@ def test_adapters_on_any_part_answer_as_merged_weights_do(
     small = make_engine(oracle, checkpoint, default_model_dir, **little_memory(roomy))
     poison_claimed_blocks(small)
     prefix = tiny_prompts(7)[-1][:30]
-    requests = requests_for(oracle, [prefix + tail for tail in tiny_prompts(4) * 3], max_tokens=14)
+    prompts = [prefix + tail for tail in tiny_prompts(2 * len(oracle.adapters) + 2)]
+    requests = requests_for(oracle, [prompt[:44] for prompt in prompts], max_tokens=11)
     requests.sort(key=lambda request: request.lora_task_id or 0)
     answers = run_all(small, requests)
     assert_greedy(oracle, requests, answers)
