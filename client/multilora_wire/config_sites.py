@@ -84,6 +84,7 @@ def _num_experts(fields: Fields) -> int:
 
 
 _MLPS: Mapping[str, Callable[[Fields, int], list[SiteShape]]] = {
+    "gpt_oss": _experts,
     "mixtral": _experts,
     "olmoe": _experts,
     "qwen2_moe": _qwen2_experts,

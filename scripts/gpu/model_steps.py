@@ -18,6 +18,7 @@ from multilora_engine.models.quantization.weights import CodedWeight
 from multilora_engine.models.rope_config import Rope
 from multilora_engine.models.weights import (
     EmbeddingWeight,
+    ExpertStack,
     ExpertWeights,
     FloatFormat,
     LinearWeight,
@@ -122,8 +123,8 @@ class RandomCodes:
     def router(self, part: StoredPart, in_features: int) -> LinearWeight:
         return FloatFormat(self.placement).router(part, in_features)
 
-    def experts(self, parts: Sequence[Sequence[StoredPart]], in_features: int, stacked_as: str) -> ExpertWeights:
-        return FloatFormat(self.placement).experts(parts, in_features, stacked_as)
+    def experts(self, parts: Sequence[Sequence[StoredPart]], in_features: int, stack: ExpertStack) -> ExpertWeights:
+        return FloatFormat(self.placement).experts(parts, in_features, stack)
 
     def head(self, part: StoredPart, in_features: int) -> EmbeddingWeight:
         return FloatFormat(self.placement).head(part, in_features)

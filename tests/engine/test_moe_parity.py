@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import pytest
 import torch
 from peft import LoraConfig
 from support.engines import poison_claimed_blocks, run_all
-from support.oracle import ATTENTION, Oracle, Oracles, packed
+from support.mixture_oracle import MixtureOracle, add_expert_adapters, make_engine
+from support.oracle import ATTENTION, Oracles, packed
 from support.parity import (
     TINY,
     TINY_KV_CACHE_BYTES,
@@ -25,6 +25,8 @@ from support.parity import (
 )
 from transformers import (
     AutoModelForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -38,27 +40,19 @@ from transformers import (
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
-from multilora_engine.lora.format import pack_adapter
-from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.request import GenerationRequest, SamplingParams
-from multilora_wire.config_sites import config_sites
-from multilora_wire.layout import AdapterLayout, num_values
 from multilora_wire.module_names import (
     ATTN_DENSE,
     MLP_4H_TO_H,
     MLP_GATE,
     MLP_H_TO_4H,
-    MOE_4H_TO_H,
-    MOE_GATE,
-    MOE_H_TO_4H,
     MOE_ROUTER,
     SHARED_4H_TO_H,
     SHARED_EXPERT_GATE,
     SHARED_H_TO_4H,
     SHARED_UP,
 )
-from multilora_wire.sites import ModelSites, WireModule
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 WIDE = TINY | {"hidden_size": 72}
@@ -73,72 +67,12 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         OlmoeConfig(**WIDE, num_experts=6, num_experts_per_tok=2, pad_token_id=0, eos_token_id=None)
     ),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**TINY, num_local_experts=4, sliding_window=24)),
+    "gpt-oss": lambda: GptOssForCausalLM(
+        GptOssConfig(**TINY, num_local_experts=5, num_experts_per_tok=2, sliding_window=24, swiglu_limit=2.0)
+    ),
 }
 
-EXPERT_IDS = (MOE_H_TO_4H, MOE_GATE, MOE_4H_TO_H)
 SHARED_IDS = (SHARED_H_TO_4H, SHARED_UP, SHARED_4H_TO_H, SHARED_EXPERT_GATE)
-
-
-class MixtureOracle(Oracle):
-    """As `Oracle`, also with adapters in upstream's rows, which are added to the weights of a copy of the model.
-
-    PEFT has no adapters on single experts, and takes the linears of a mixture's dense layers for experts.
-    """
-
-    def __init__(self, model: PreTrainedModel, directory: Path) -> None:
-        self._pristine = copy.deepcopy(model)
-        self._merged: dict[str, torch.nn.Module] = {}
-        self._rows: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._sites = config_sites(model.config.to_dict())
-        super().__init__(model, directory)
-
-    def add_rows(
-        self, name: str, rank: int, module_ids: Iterable[int], seed: int, experts: Iterable[int] | None = None
-    ) -> None:
-        """Random rows on all layers that have the modules. experts: the others' B is zero; None: all have one."""
-        generator = torch.Generator().manual_seed(seed)
-        merged = self._merged[name] = copy.deepcopy(self._pristine).eval()
-        modules = [module for module in self._sites.plain_modules if module.module_id in module_ids]
-        weights = torch.zeros(len(modules), max(num_values(module, rank) for module in modules))
-        for row, module in zip(weights, modules, strict=True):
-            a = torch.randn(module.experts, rank, module.in_size, generator=generator) * 0.16
-            b = torch.randn(module.experts, module.out_size, rank, generator=generator) * 0.12
-            if module.experts > 1 and experts is not None:
-                b[[expert for expert in range(module.experts) if expert not in experts]] = 0
-            row[: num_values(module, rank)] = torch.cat([a.flatten(), b.flatten()])
-            add_to_weights(merged, self._sites, module, b @ a)
-        config = torch.tensor([[module.module_id, module.layer, rank, 0] for module in modules], dtype=torch.int32)
-        self._rows[name] = (weights, config)
-        self.adapters[name] = Path("/nowhere")
-
-    def packed(self, name: str, layout: AdapterLayout, base_model: Path) -> PackedAdapter:
-        if name in self._rows:
-            return pack_adapter(*self._rows[name], layout)
-        return packed(self.adapters[name], layout, base_model)
-
-    @torch.no_grad()
-    def logits(
-        self, adapter: str | None, prompt: list[int], answer: list[int], start: int | None = None
-    ) -> torch.Tensor:
-        if adapter not in self._merged:
-            return super().logits(adapter, prompt, answer, start)
-        token_ids = torch.tensor([prompt + answer[:-1]])
-        logits: torch.Tensor = self._merged[adapter](input_ids=token_ids).logits[0, len(prompt) - 1 :]
-        return logits
-
-
-@torch.no_grad()
-def add_to_weights(model: torch.nn.Module, sites: ModelSites, module: WireModule, update: torch.Tensor) -> None:
-    """update: [experts, out, in]."""
-    name = "model." + sites.site_at[module.parts[0].column].name
-    path, _, linear = name.rpartition(".")
-    if not path.endswith(".experts"):
-        model.get_parameter(f"{name}.weight").add_(update[0])
-    elif linear == "down_proj":
-        model.get_parameter(name).add_(update)
-    else:
-        half = slice(None, module.out_size) if linear == "gate_proj" else slice(module.out_size, None)
-        model.get_parameter(f"{path}.gate_up_proj")[:, half] += update
 
 
 def make_oracle(family: str, directory: Path, dtype: torch.dtype = torch.float32) -> tuple[MixtureOracle, Path]:
@@ -155,27 +89,6 @@ def make_oracle(family: str, directory: Path, dtype: torch.dtype = torch.float32
     if family == "qwen3":
         oracle.add_rows("dense layers", 6, [ATTN_DENSE, MLP_H_TO_4H, MLP_GATE, MLP_4H_TO_H], seed=4)
     return oracle, directory / "checkpoint"
-
-
-def add_expert_adapters(oracle: MixtureOracle) -> None:
-    all_ids = {module.module_id for module in oracle._sites.plain_modules}
-    oracle.add_rows("experts", 4, EXPERT_IDS, seed=5)
-    oracle.add_rows("two experts", 7, EXPERT_IDS, seed=6, experts=[0, 3])
-    oracle.add_rows("down alone", 2, [MOE_4H_TO_H], seed=7, experts=[1, 2])
-    oracle.add_rows("everything", 3, all_ids, seed=8)
-
-
-def make_engine(oracle: MixtureOracle, checkpoint: Path, tokenizer: Path, **options: Any) -> Engine:
-    settings: dict[str, Any] = {
-        "kv_cache_memory_bytes": TINY_KV_CACHE_BYTES,
-        "num_threads": 2,
-        "inter_token_latency_target_ms": 0.0,
-        "lora": LoRAConfig(lora_cache_host_memory_bytes=512 << 20),
-    }
-    engine = Engine(EngineConfig(model_path=checkpoint, tokenizer_path=tokenizer, **settings | options))
-    for task_id, name in enumerate(oracle.adapters):
-        engine.put_adapter(task_id, oracle.packed(name, engine.info.adapter_layout, checkpoint))
-    return engine
 
 
 def little_memory(engine: Engine) -> dict[str, Any]:
@@ -256,7 +169,7 @@ def test_beams_of_a_mixture_are_those_of_transformers(tmp_path: Path, default_mo
         assert [beam.token_ids for beam in final.beams] == expected[:, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3", "mixtral", "gpt-oss"])
 def test_adapters_that_peft_trains_on_parameters_answer_as_peft_does(
     family: str, tmp_path: Path, default_model_dir: Path
 ) -> None:
@@ -264,8 +177,9 @@ def test_adapters_that_peft_trains_on_parameters_answer_as_peft_does(
     MODELS[family]().save_pretrained(tmp_path / "checkpoint")
     oracles = Oracles(AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32), tmp_path)
     gate_up, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+    router = "mlp.router.weight" if family == "gpt-oss" else "mlp.gate.weight"
     kinds: dict[str, dict[str, Any]] = {
-        "experts and router": {"target_parameters": [gate_up, down, "mlp.gate.weight"], "target_modules": ["q_proj"]},
+        "experts and router": {"target_parameters": [gate_up, down, router], "target_modules": ["q_proj"]},
         "down alone": {"target_parameters": [f"0.{down}"], "use_rslora": True},
         "ranks": {"target_parameters": [gate_up, down], "rank_pattern": {down: 5}, "alpha_pattern": {gate_up: 70}},
     }

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoint_modules import checkpoint_modules
 from support.compressed_checkpoints import save_compressed
 from support.engines import run_all
 from support.gptq_awq import (
@@ -21,8 +22,11 @@ from support.gptq_awq import (
     in_layers,
     quantized,
     save_linears,
+    stays_float,
 )
-from support.oracle import Oracle
+from support.mixture_oracle import MixtureOracle, add_expert_adapters, make_engine
+from support.mxfp4_checkpoints import save_mxfp4
+from support.oracle import ATTENTION, Oracle
 from support.parity import (
     TINY,
     add_random_adapters,
@@ -34,13 +38,27 @@ from support.parity import (
     requests_for,
     tiny_prompts,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from multilora_engine.request import GenerationRequest
 
 NUM_PROMPTS = 24
-Save = Callable[[LlamaForCausalLM, Path], None]
-"""Writes a model quantised; its weights are those of the codes, as floats, afterwards."""
+Save = Callable[[Any, Path], None]
+"""Writes a model, or its `checkpoint_modules`, quantised. Its weights are those of the codes, as floats, afterwards."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +92,7 @@ def compressed(
 def packed_by_hand(shape: dict[str, Any], config: dict[str, Any], store: Any) -> Checkpoint:
     """By the packers of the tests."""
 
-    def save(model: LlamaForCausalLM, path: Path) -> None:
+    def save(model: Any, path: Path) -> None:
         path.mkdir()
         save_linears(path, model, config, store)
 
@@ -127,7 +145,7 @@ def awq(shape: dict[str, Any], group_size: int, symmetric: bool) -> Checkpoint:
 def fine_grained_fp8(shape: dict[str, Any], block: list[int] | None) -> Checkpoint:
     """block: outputs and inputs that share a scale; None: all of a weight."""
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block}
-    return packed_by_hand(shape, config, lambda name, w: None if name == "lm_head" else fp8_tensors(w, block))
+    return packed_by_hand(shape, config, lambda name, w: None if stays_float(name) else fp8_tensors(w, block))
 
 
 FP8_PER_TOKEN = fp8("token", dynamic=True)
@@ -247,6 +265,123 @@ def test_tokens_are_those_of_peft_over_the_dequantised_weights(
     assert_greedy(oracle, requests, answers)
     base = [GenerationRequest(r.request_id, r.prompt_token_ids, r.sampling) for r in requests]
     assert_adapters_matter(requests, answers, run_all(engine, base))
+    engine.close()
+
+
+MIXTURE = TINY | {
+    "hidden_size": 40,
+    "head_dim": 8,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "num_experts_per_tok": 2,
+}
+"""Groups of 8, and words of AWQ, divide all sizes."""
+EXPERTS = {"num_experts": 5, "moe_intermediate_size": 24}
+MIXTURES: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen3 moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**MIXTURE, **EXPERTS, norm_topk_prob=True, mlp_only_layers=[1])
+    ),
+    "qwen2 moe": lambda: Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(**MIXTURE, **EXPERTS, shared_expert_intermediate_size=56, norm_topk_prob=True)
+    ),
+    "olmoe": lambda: OlmoeForCausalLM(
+        OlmoeConfig(**MIXTURE | {"hidden_size": 48, "intermediate_size": 32}, num_experts=6)
+    ),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**MIXTURE | {"intermediate_size": 56}, num_local_experts=4)),
+}
+ROUTERS = r"re:.*\.(gate|shared_expert_gate)$"
+OF_MIXTURES: dict[str, tuple[str, Save]] = {
+    "pack-quantized with zero points": (
+        "qwen3 moe",
+        compressed({}, scheme(integers(4, False, 8)), ignore=["lm_head", ROUTERS]).save,
+    ),
+    "int8 in channels": ("qwen2 moe", compressed({}, scheme(integers(8, True)), ignore=["lm_head", ROUTERS]).save),
+    "FP8 in channels": ("mixtral", compressed({}, scheme(fp8("channel")), ignore=["lm_head", ROUTERS]).save),
+    "FP8 a tensor": ("qwen3 moe", compressed({}, scheme(fp8("tensor")), ignore=["lm_head", ROUTERS]).save),
+    "blocks of FP8": ("olmoe", fine_grained_fp8({}, [16, 8]).save),
+    "GPTQ": ("qwen2 moe", gptq({}, 4, 8).save),
+    "GPTQ 2, 8 bits, symmetric": ("mixtral", gptq({}, 8, 8, symmetric=True, version=2).save),
+    "AWQ": ("mixtral", awq({}, 8, symmetric=False).save),
+    "experts of one layer alone": (
+        "qwen3 moe",
+        compressed({}, scheme(integers(4, True, 8), r"re:.*layers\.2\.mlp\.experts.*")).save,
+    ),
+    "gate and up in another way than down": (
+        "olmoe",
+        compressed(
+            {}, scheme(integers(4, True, 8), r"re:.*experts.*(gate|up)_proj"), scheme(fp8("channel"), "re:.*down_proj")
+        ).save,
+    ),
+}
+GPT_OSS = MIXTURE | {"hidden_size": 64, "intermediate_size": 96, "sliding_window": 24, "swiglu_limit": 2.0}
+
+
+def save_gpt_oss(folder: Path) -> PreTrainedModel:
+    """Experts in MXFP4, with biases. All floats are bfloat16's."""
+    model = GptOssForCausalLM(GptOssConfig(**GPT_OSS, num_local_experts=5))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "sinks")):
+                parameter.normal_(0.5, 0.3)
+            parameter.copy_(parameter.bfloat16())
+    save_mxfp4(model, folder / "checkpoint")
+    return model
+
+
+def save_mixture(name: str, folder: Path) -> PreTrainedModel:
+    """The dequantised model; its checkpoint is in the folder `checkpoint`."""
+    torch.manual_seed(7)
+    if name == "MXFP4":
+        return save_gpt_oss(folder)
+    family, save = OF_MIXTURES[name]
+    model = MIXTURES[family]()
+    with checkpoint_modules(model) as modules:
+        save(modules, folder / "checkpoint")
+    return model
+
+
+DEFAULT_MIXTURES = ("pack-quantized with zero points", "AWQ", "blocks of FP8", "MXFP4")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in DEFAULT_MIXTURES else pytest.mark.long(reason="3 s each"))
+        for name in (*OF_MIXTURES, "MXFP4")
+    ],
+)
+def test_tokens_of_mixtures_are_those_of_merged_adapters_over_the_dequantised_weights(
+    name: str, tmp_path: Path, default_model_dir: Path
+) -> None:
+    oracle = MixtureOracle(save_mixture(name, tmp_path), tmp_path)
+    oracle.add_random("attention", 3, ATTENTION, seed=1)
+    add_expert_adapters(oracle)
+    options = {"max_num_batched_tokens": 40, "max_num_seqs": NUM_PROMPTS, "num_threads": 1}
+    engine = make_engine(oracle, tmp_path / "checkpoint", default_model_dir, **options)
+    requests = requests_for(oracle, tiny_prompts(18), max_tokens=20)
+    answers = run_all(engine, requests)
+    assert_greedy(oracle, requests, answers)
+    base = [GenerationRequest(r.request_id, r.prompt_token_ids, r.sampling) for r in requests]
+    assert_adapters_matter(requests, answers, run_all(engine, base))
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["AWQ", "MXFP4"])
+def test_a_quantised_mixture_in_bfloat16_has_the_same_tokens_alone_as_in_a_batch(
+    name: str, tmp_path: Path, default_model_dir: Path
+) -> None:
+    oracle = MixtureOracle(save_mixture(name, tmp_path), tmp_path)
+    oracle.add_random("attention", 3, ATTENTION, seed=1)
+    add_expert_adapters(oracle)
+    engine = make_engine(oracle, tmp_path / "checkpoint", default_model_dir, dtype="bfloat16", num_threads=1)
+    requests = requests_for(oracle, tiny_prompts(12), max_tokens=12)
+    answers = run_all(engine, requests)
+    if (
+        name != "MXFP4"
+    ):  # A rounded activation may choose another expert, which changes all of that small model's logits.
+        assert_nearly_greedy_in_bfloat16(oracle, requests, answers)
+    assert_same_alone(engine, requests[::5], answers)
     engine.close()
 
 

@@ -109,7 +109,7 @@ def words(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 def save_linears(
     path: Path,
-    model: PreTrainedModel,
+    model: PreTrainedModel | torch.nn.Module,
     config: dict[str, Any],
     store: Callable[[str, torch.Tensor], tuple[dict[str, torch.Tensor], torch.Tensor] | None],
 ) -> None:
@@ -132,9 +132,14 @@ def gptq_config(bits: int, group_size: int, **more: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": bits, "group_size": group_size, "sym": False, "desc_act": False, **more}
 
 
+def stays_float(name: str) -> bool:
+    """Whether tools leave a linear as it is: the head, and routers of mixtures."""
+    return name == "lm_head" or name.endswith("gate")
+
+
 def in_layers(codes: Callable[[str, torch.Tensor], Codes], pack: Callable[[Codes], dict[str, torch.Tensor]]) -> Any:
     def store(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor] | None:
-        if name == "lm_head":
+        if stays_float(name):
             return None
         found = codes(name, weight)
         return pack(found), found.weight()

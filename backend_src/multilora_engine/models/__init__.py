@@ -3,7 +3,7 @@
 model                                      `Model`: the engine's requirements; `adapter_sites`, `kv_groups` and others
 registry                                   the families that are served, and how to add one
 llama, gemma, phi3, glm4, olmo2, ...       a family each: its numbers and its layers
-  cohere2, starcoder2, moe
+  cohere2, starcoder2, moe, gpt_oss
 decoder                                    `Decoder`: embeddings, layers, norm, head
   layers, norms, rotary                    the pieces that layers are made of
   linear                                   `LoRALinear`: a linear, with each token's adapter on top

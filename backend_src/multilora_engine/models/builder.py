@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from multilora_engine.models.linear import LoRALinear, bias_places, stored_parts
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.norms import LayerNorm, RMSNorm
 from multilora_engine.models.weights import (
     Destination,
+    ExpertStack,
     ExpertWeights,
     Placement,
+    SplitPlace,
     StoredPart,
     StoredWeight,
     VectorPlace,
@@ -73,27 +77,50 @@ class Builder:
         self.weights.append(weight)
         return LoRALinear(sites, weight, bias)
 
-    def router(self, path: str, stored_as: str) -> LoRALinear:
+    def router(self, path: str, stored_as: str, has_bias: bool) -> LoRALinear:
         """The router of a mixture, which chooses among the outputs of the site at `path`."""
         site = self.site(path)
-        weight = self.format.router(StoredPart(self.prefix + stored_as, 0, site.out_size), site.in_size)
+        part = StoredPart(self.prefix + stored_as, 0, site.out_size)
+        weight = self.format.router(part, site.in_size)
         self.tensors.update(weight.checkpoint_tensors())
         self.weights.append(weight)
-        return LoRALinear([site], weight, None)
+        bias = torch.empty(site.out_size, dtype=torch.float32, device=self.placement.device) if has_bias else None
+        if bias is not None:
+            self.tensors.update(bias_places(bias, [part]))
+        return LoRALinear([site], weight, bias)
 
-    def experts(self, paths: Sequence[str], stored_as: Sequence[str], stacked_as: str) -> ExpertWeights:
+    def experts(self, paths: Sequence[str], stored_as: Sequence[str], stack: ExpertStack) -> ExpertWeights:
         """The weights of all experts at `paths`, whose outputs each expert stacks.
 
         stored_as: for each path the checkpoint's own, with `{}` in the place of the expert's number.
-        stacked_as: see `WeightFormat.experts`; a path.
+        stack: see `WeightFormat.experts`; its name is a path.
         """
         sites = [self.site(path) for path in paths]
         names = [[self.prefix + path.format(expert) for path in stored_as] for expert in range(sites[0].experts)]
         parts = [stored_parts(sites, of_expert) for of_expert in names]
-        weights = self.format.experts(parts, sites[0].in_size, self.prefix + stacked_as)
+        stack = replace(stack, name=self.prefix + stack.name)
+        weights = self.format.experts(parts, sites[0].in_size, stack)
         self.tensors.update(weights.checkpoint_tensors())
         self.weights.append(weights)
         return weights
+
+    def expert_biases(self, paths: Sequence[str], stack: ExpertStack) -> torch.Tensor:
+        """The biases of all experts at `paths`, [experts, outputs], which the checkpoint has in one tensor."""
+        sites = [self.site(path) for path in paths]
+        parts = stored_parts(sites, paths)
+        biases = self.placement.vectors(sites[0].experts, num_outputs(parts))
+        places = [
+            ((slice(None), rows), VectorPlace(biases[:, part.first : part.first + part.count]))
+            for part, rows in zip(parts, stack.rows(parts), strict=True)
+        ]
+        self.tensors[f"{self.prefix}{stack.name}_bias"] = SplitPlace(biases.shape, places)
+        return biases
+
+    def vector(self, path: str, size: int) -> torch.Tensor:
+        """Numbers that the checkpoint has under this very path."""
+        values = self.placement.vectors(size)
+        self.tensors[self.prefix + path] = VectorPlace(values)
+        return values
 
     def rms_norm(self, path: str, size: int = 0, offset: float = 0.0) -> RMSNorm:
         """size: of the last dimension, 0 for the hidden size. offset: added to the checkpoint's weights."""

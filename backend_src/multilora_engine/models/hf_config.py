@@ -68,6 +68,8 @@ _READ = frozenset(
         "rope_parameters",
         "shared_expert_intermediate_size",
         "sliding_window",
+        "swiglu_alpha",
+        "swiglu_limit",
         "tie_word_embeddings",
         "use_bias",
         "use_bidirectional_attention",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -14,6 +14,7 @@ from multilora_engine.models.builder import Builder
 from multilora_engine.models.model_config import Activation
 from multilora_engine.models.norms import Norm
 from multilora_engine.models.rotary import Rotation
+from multilora_engine.models.weights import ExpertStack
 from multilora_kernels import (
     AttentionOptions,
     ExpertLoRA,
@@ -110,8 +111,18 @@ class WholeNorm:
 class Attention:
     """Grouped-query attention with a fused q, k, v projection."""
 
-    def __init__(self, builder: Builder, layer: int, qk_norm: QKNorm | None = None, stored_as: str = "") -> None:
-        """stored_as: path of the one linear that the checkpoint has in place of q, k and v."""
+    def __init__(
+        self,
+        builder: Builder,
+        layer: int,
+        qk_norm: QKNorm | None = None,
+        stored_as: str = "",
+        has_sinks: bool = False,
+    ) -> None:
+        """stored_as: path of the one linear that the checkpoint has in place of q, k and v.
+
+        has_sinks: whether the softmax has one score more a head, as in gpt-oss.
+        """
         config = builder.config
         self.window = config.sliding_window[layer]
         self.rope = config.layer_ropes[layer]
@@ -119,7 +130,10 @@ class Attention:
         self.o = builder.linear(["self_attn.o_proj"], config.output_bias)
         self.qk_norm = qk_norm
         self.options = AttentionOptions(
-            config.attention_scale, config.attention_softcap, may_round=builder.placement.keeps_float32
+            config.attention_scale,
+            config.attention_softcap,
+            builder.vector("self_attn.sinks", config.num_heads) if has_sinks else None,
+            may_round=builder.placement.keeps_float32,
         )
         self._sizes = (config.q_size, config.kv_size, config.kv_size)
 
@@ -189,11 +203,13 @@ class SharedExpert:
 class ExpertNames:
     """A checkpoint's names of a mixture and of each expert's linears.
 
-    path: of the mixture. linears: gate, up and down.
+    path: of the mixture. linears: gate, up and down. router: within the mixture. is_interleaved: see `ExpertStack`.
     """
 
     path: str
     linears: tuple[str, str, str]
+    router: str = "gate"
+    is_interleaved: bool = False
 
 
 STACKED_EXPERTS = ExpertNames("mlp", GATED_MLP)
@@ -207,17 +223,19 @@ class SparseMLP:
     """
 
     def __init__(self, builder: Builder, names: ExpertNames = STACKED_EXPERTS) -> None:
-        routing = builder.config.routing
-        assert routing is not None
-        self._routing = routing
+        config = builder.config
+        assert config.routing is not None
+        self._routing, self._clamp_limit = config.routing, config.clamp_limit
         gate, up, down = (f"mlp.experts.{name}" for name in GATED_MLP)
-        stacked = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
-        if builder.stores(stacked[0]):
-            names = STACKED_EXPERTS
+        stacks = [ExpertStack(f"mlp.experts.{name}", names.is_interleaved) for name in ("gate_up_proj", "down_proj")]
+        if builder.stores(stacks[0].name):
+            names = replace(names, path=STACKED_EXPERTS.path)
         *inner, outer = (f"{names.path}.experts.{{}}.{linear}" for linear in names.linears)
-        self._router = builder.router("mlp.gate", f"{names.path}.gate")
-        self._gate_up = builder.experts([gate, up], inner, stacked[0])
-        self._down = builder.experts([down], [outer], stacked[1])
+        self._router = builder.router("mlp.gate", f"{names.path}.{names.router}", config.mlp_bias)
+        self._gate_up = builder.experts([gate, up], inner, stacks[0])
+        self._down = builder.experts([down], [outer], stacks[1])
+        self._gate_up_bias = builder.expert_biases([gate, up], stacks[0]) if config.mlp_bias else None
+        self._down_bias = builder.expert_biases([down], stacks[1]) if config.mlp_bias else None
         self._columns = [builder.site(path).column for path in (gate, up, down)]
         self._shared = SharedExpert(builder) if builder.has(f"{SharedExpert.PATH}_gate") else None
 
@@ -225,7 +243,17 @@ class SparseMLP:
         logits = self._router.forward(x.float(), lora)
         expert_ids, weights = route(logits, self._routing.top_k, self._routing.is_normalised)
         adapters = None if lora is None else ExpertLoRA(lora.tables, lora.mapping, *self._columns)
-        y = expert_mlp(x, expert_ids, weights, self._gate_up.weight, self._down.weight, lora=adapters)
+        y = expert_mlp(
+            x,
+            expert_ids,
+            weights,
+            self._gate_up.weight,
+            self._down.weight,
+            self._gate_up_bias,
+            self._down_bias,
+            self._clamp_limit,
+            adapters,
+        )
         return y if self._shared is None else y + self._shared.forward(x, lora)
 
 

@@ -58,6 +58,7 @@ class ModelConfig:
     """The numbers of a decoder that the KV cache, the adapters and the families' layers read.
 
     sites: the linears of each layer, which say how large its MLP or its experts are. routing: of layers with experts.
+    clamp_limit: of the experts' gate and up, as in gpt-oss; 0 for the plain gate.
     ropes: rotary embeddings by name. layer_ropes: for each layer the name of its rotary embeddings, None for a layer
         without.
     sliding_window: for each layer the keys a token attends to, its own included; None is all.
@@ -87,6 +88,7 @@ class ModelConfig:
     end_token_ids: tuple[int, ...]
     sites: ModelSites
     routing: Routing | None = None
+    clamp_limit: float = 0.0
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

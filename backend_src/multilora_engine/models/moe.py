@@ -49,12 +49,12 @@ def _mixtral_layer(builder: Builder, layer: int) -> PreNormLayer:
 
 
 def read_qwen3(fields: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
-    return _with_routing(fields, config, fields["norm_topk_prob"])
+    return with_routing(fields, config, fields["norm_topk_prob"])
 
 
 def read_qwen2(fields: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
     """The output of attention never has a bias."""
-    return _with_routing(
+    return with_routing(
         fields, replace(config, qkv_bias=fields["qkv_bias"], output_bias=False), fields["norm_topk_prob"]
     )
 
@@ -62,15 +62,15 @@ def read_qwen2(fields: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
 def read_olmoe(fields: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
     if fields["clip_qkv"] is not None:
         raise ConfigError(f"config.json: clip_qkv {fields['clip_qkv']} is not supported; supported is: null")
-    return _with_routing(fields, config, fields["norm_topk_prob"])
+    return with_routing(fields, config, fields["norm_topk_prob"])
 
 
 def read_mixtral(fields: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
     """Weights of chosen experts always add up to 1."""
-    return _with_routing(fields, config, is_normalised=True)
+    return with_routing(fields, config, is_normalised=True)
 
 
-def _with_routing(fields: Mapping[str, Any], config: ModelConfig, is_normalised: bool) -> ModelConfig:
+def with_routing(fields: Mapping[str, Any], config: ModelConfig, is_normalised: bool) -> ModelConfig:
     """Raises ConfigError for a token with more experts than there are, or an activation that no operator has."""
     routers = [module.out_size for module in config.sites.modules if module.module_id == MOE_ROUTER]
     top_k = fields["num_experts_per_tok"]

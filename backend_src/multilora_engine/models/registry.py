@@ -15,7 +15,7 @@ from typing import Any
 
 from multilora_engine.config import ModelImplementation
 from multilora_engine.errors import ConfigError
-from multilora_engine.models import cohere2, gemma, glm4, llama, moe, olmo2, phi3, starcoder2
+from multilora_engine.models import cohere2, gemma, glm4, gpt_oss, llama, moe, olmo2, phi3, starcoder2
 from multilora_engine.models.decoder import Architecture, Decoder
 from multilora_engine.models.hf_config import begin_completing
 from multilora_engine.models.model import Model
@@ -67,6 +67,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen2MoeForCausalLM": Family("qwen2_moe", moe.QWEN2_MOE, moe.read_qwen2),
     "OlmoeForCausalLM": Family("olmoe", moe.OLMOE, moe.read_olmoe),
     "MixtralForCausalLM": Family("mixtral", moe.MIXTRAL, moe.read_mixtral),
+    "GptOssForCausalLM": Family("gpt_oss", gpt_oss.GPT_OSS, gpt_oss.read),
 }
 """The families by the name in `architectures` of config.json."""
 

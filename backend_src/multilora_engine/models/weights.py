@@ -6,6 +6,7 @@ A model asks for nothing else, so a format that stores packed integers needs no 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
@@ -64,6 +65,29 @@ class Placement:
         """Uninitialised weights of equal linears, one an expert."""
         shape = (num_experts, out_features, in_features)
         return PackedExperts.empty(*shape, self.weight_dtype, self.device, self.dtype, self._pages)
+
+    def quantized_experts(
+        self,
+        num_experts: int,
+        out_features: int,
+        in_features: int,
+        code_type: CodeType,
+        group_size: int,
+        scale_dtype: torch.dtype,
+    ) -> PackedExperts:
+        """Uninitialised weights of codes, one an expert."""
+        return PackedExperts.of_codes(
+            num_experts,
+            out_features,
+            in_features,
+            code_type,
+            group_size,
+            scale_dtype,
+            self.device,
+            pages=self._pages,
+            compute_dtype=self.activation_dtype,
+            may_round=self.keeps_float32,
+        )
 
     def quantized_weight(
         self, out_features: int, in_features: int, code_type: CodeType, group_size: int, scale_dtype: torch.dtype
@@ -153,25 +177,24 @@ class WeightRows:
 
 
 @dataclass(frozen=True)
-class StackedRows:
-    """The weights of all experts, which some checkpoints have as one tensor [num_experts, out_features, in_features].
+class SplitPlace:
+    """The place of one tensor of a checkpoint that holds the tensors of several places, each at an index of it.
 
-    experts: the weight of each.
+    is_transposed: the indices are those of the tensor with its last two dimensions swapped.
     """
 
-    experts: Sequence[PackedWeight]
-    dtypes: frozenset[torch.dtype] = FLOAT_DTYPES
+    shape: torch.Size
+    places: Sequence[tuple[tuple[int | slice, ...], Destination]]
+    is_transposed: bool = False
 
     @property
-    def shape(self) -> torch.Size:
-        return torch.Size((len(self.experts), *self.experts[0].shape))
+    def dtypes(self) -> frozenset[torch.dtype]:
+        return self.places[0][1].dtypes
 
     def copy_(self, values: torch.Tensor, /) -> None:
-        for expert, rows in zip(self.experts, values, strict=True):
-            expert.copy_rows(0, rows)
-
-    def tensor(self) -> torch.Tensor:
-        return torch.stack([expert.rows(0, expert.shape[0]) for expert in self.experts])
+        values = values.mT if self.is_transposed else values
+        for index, place in self.places:
+            place.copy_(values[index])
 
 
 @dataclass(frozen=True)
@@ -181,6 +204,24 @@ class StoredPart:
     name: str
     first: int
     count: int
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """The one tensor `name` that some checkpoints have of all experts, [experts, outputs, inputs].
+
+    is_interleaved: as in gpt-oss, whose checkpoints have no other: the outputs of an expert's linears take turns, and a
+        tensor of floats is [experts, inputs, outputs].
+    """
+
+    name: str
+    is_interleaved: bool = False
+
+    def rows(self, parts: Sequence[StoredPart]) -> list[slice]:
+        """The outputs of each linear of an expert."""
+        if self.is_interleaved:
+            return [slice(place, None, len(parts)) for place in range(len(parts))]
+        return [slice(part.first, part.first + part.count) for part in parts]
 
 
 class WeightSwitch(Protocol):
@@ -275,10 +316,10 @@ class WeightFormat(Protocol):
         """The weight of a router, in float32: a rounded one would choose other experts."""
         ...
 
-    def experts(self, parts: Sequence[Sequence[StoredPart]], in_features: int, stacked_as: str) -> ExpertWeights:
+    def experts(self, parts: Sequence[Sequence[StoredPart]], in_features: int, stack: ExpertStack) -> ExpertWeights:
         """parts: for each expert the linears that its weight stacks, of equal sizes for all.
 
-        stacked_as: name of the one tensor that some checkpoints have in place of them all.
+        stack: the one tensor that some checkpoints have in place of them all.
         """
         ...
 
@@ -335,12 +376,12 @@ class FloatWeight:
 class FloatExperts:
     """Weights of experts stored as floats. parts: for each expert the linears of the checkpoint that it stacks.
 
-    stacked_as: name of the checkpoint's one tensor of all experts; empty where each has tensors of its own.
+    stack: the checkpoint's one tensor of all experts; None where each has tensors of its own.
     """
 
     weight: PackedExperts
     parts: Sequence[Sequence[StoredPart]]
-    stacked_as: str
+    stack: ExpertStack | None
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
@@ -351,14 +392,17 @@ class FloatExperts:
         return ()
 
     def checkpoint_tensors(self) -> dict[str, Destination]:
-        experts = self._experts
-        if self.stacked_as:
-            return {self.stacked_as: StackedRows(experts)}
-        return {
-            f"{part.name}.weight": WeightRows(expert, part.first, part.count)
-            for expert, parts in zip(experts, self.parts, strict=True)
-            for part in parts
-        }
+        places = [
+            [WeightRows(expert, part.first, part.count) for part in parts]
+            for expert, parts in zip(self._experts, self.parts, strict=True)
+        ]
+        if self.stack is None:
+            pairs = zip(itertools.chain(*self.parts), itertools.chain(*places), strict=True)
+            return {f"{part.name}.weight": place for part, place in pairs}
+        num_experts, outputs, inputs = self.weight.shape
+        is_transposed = self.stack.is_interleaved
+        shape = torch.Size((num_experts, *((inputs, outputs) if is_transposed else (outputs, inputs))))
+        return {self.stack.name: SplitPlace(shape, at_experts(self.stack.rows(self.parts[0]), places), is_transposed)}
 
     @property
     def _experts(self) -> list[PackedWeight]:
@@ -383,9 +427,13 @@ class FloatFormat:
     def router(self, part: StoredPart, in_features: int) -> FloatWeight:
         return FloatWeight(self.placement.exact_weight(part.count, in_features), [part])
 
-    def experts(self, parts: Sequence[Sequence[StoredPart]], in_features: int, stacked_as: str) -> FloatExperts:
+    def experts(self, parts: Sequence[Sequence[StoredPart]], in_features: int, stack: ExpertStack) -> FloatExperts:
         weight = self.placement.experts(len(parts), num_outputs(parts[0]), in_features)
-        return FloatExperts(weight, parts, stacked_as if self.stores(stacked_as) else "")
+        return FloatExperts(weight, parts, stack if self.has_stack(stack) else None)
+
+    def has_stack(self, stack: ExpertStack) -> bool:
+        """Whether the checkpoint has, or must have, one tensor of all experts."""
+        return stack.is_interleaved or self.stores(stack.name)
 
     def head(self, part: StoredPart, in_features: int) -> FloatWeight:
         return self.linear([part], in_features)
@@ -395,6 +443,17 @@ class FloatFormat:
 
     def ignores(self, name: str, tensor: torch.Tensor) -> bool:
         return False
+
+
+def at_experts(
+    rows: Sequence[slice], places: Sequence[Sequence[Destination]]
+) -> list[tuple[tuple[int | slice, ...], Destination]]:
+    """`places` of a `SplitPlace` of all experts. rows: of each linear of an expert. places: of each, by expert."""
+    return [
+        ((expert, of_linear), place)
+        for expert, of_expert in enumerate(places)
+        for of_linear, place in zip(rows, of_expert, strict=True)
+    ]
 
 
 def num_outputs(parts: Sequence[StoredPart]) -> int:

@@ -38,6 +38,7 @@ QWEN2_MOE = (
     | {"shared_expert_intermediate_size": 36, "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}
 )
 OLMOE = LLAMA | EXPERTS | {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"}
+GPT_OSS = LLAMA | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 6}
 MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 6}
 LLAMA3_NUMBERS = {
     "factor": 8.0,
@@ -168,6 +169,9 @@ def test_end_tokens_are_the_union_of_both_files(
         (QWEN2_MOE | {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size 0 must be positive"),
         (MIXTRAL | {"num_local_experts": 0}, "num_local_experts 0 must be positive"),
         (OLMOE | {"num_experts": 0}, "num_experts_per_tok 2 is more than the 0 experts"),
+        (GPT_OSS | {"swiglu_alpha": 2.0}, "swiglu_alpha 2.0 is not supported; supported is: 1.702"),
+        (GPT_OSS | {"swiglu_limit": 0.0}, "swiglu_limit 0.0 must be positive"),
+        (GPT_OSS | {"num_experts_per_tok": 7}, "num_experts_per_tok 7 is more than the 6 experts"),
         (OLMOE | {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
         ({"hidden_act": "gelu"}, "supported are: silu"),
         (

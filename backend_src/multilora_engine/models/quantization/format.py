@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,23 +13,37 @@ import torch
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.checkpoint import Checkpoint
-from multilora_engine.models.quantization.part import STORED_DTYPES, PartFilling, QuantizedPart, as_array
-from multilora_engine.models.quantization.weights import CodedWeight, StackedWeight
+from multilora_engine.models.quantization.part import SCALE_DTYPES, PartFilling, QuantizedPart, as_array
+from multilora_engine.models.quantization.weights import CodedExperts, CodedWeight, StackedWeight
 from multilora_engine.models.weights import (
+    Destination,
     EmbeddingWeight,
+    ExpertStack,
     ExpertWeights,
     FloatFormat,
     LinearWeight,
     Placement,
+    SplitPlace,
     StoredPart,
     WeightFormat,
+    at_experts,
     num_outputs,
 )
+from multilora_kernels import PackedExperts
 from multilora_kernels.interpreter import has_gpu_operators
+from multilora_kernels.quantized import QuantizedWeight
 from multilora_wire.module_names import FUSED_NAMES
 from multilora_wire.quantized.names import ModuleClass
 from multilora_wire.quantized.quantization import Quantization, read_quantization
-from multilora_wire.quantized.scheme import Array, QuantizationError, Scheme, StoredTensor, check_stored, input_order
+from multilora_wire.quantized.scheme import (
+    Array,
+    Expected,
+    QuantizationError,
+    Scheme,
+    StoredTensor,
+    check_stored,
+    input_order,
+)
 from multilora_wire.sites import ModelSites
 
 _logger = logging.getLogger(__name__)
@@ -70,11 +84,96 @@ class CheckpointFormat:
             raise ConfigError(f"{self.checkpoint.path}: {part.name} is quantised: routers are read as floats only")
         return self._floats.router(part, in_features)
 
-    def experts(self, parts: Sequence[Sequence[StoredPart]], in_features: int, stacked_as: str) -> ExpertWeights:
-        for part in itertools.chain.from_iterable(parts):
-            if self._coded(part, in_features, "Linear") is not None:
-                raise ConfigError(f"{self.checkpoint.path}: {part.name} is quantised: experts are read as floats only")
-        return self._floats.experts(parts, in_features, stacked_as)
+    def experts(self, parts: Sequence[Sequence[StoredPart]], in_features: int, stack: ExpertStack) -> ExpertWeights:
+        stacked = self._coded_stack(parts, in_features, stack)
+        if stacked is not None:
+            return self._stacked_experts(stacked, stack)
+        if self._floats.has_stack(stack):
+            return self._floats.experts(parts, in_features, stack)
+        coded = [[self._coded(part, in_features, "Linear") for part in of_expert] for of_expert in parts]
+        if not any(part is not None for of_expert in coded for part in of_expert):
+            return self._floats.experts(parts, in_features, stack)
+        known = self._alike(parts, coded)
+        weight = self._expert_codes(known)
+        tensors: dict[str, Destination] = {}
+        for filling in itertools.chain(*_expert_fillings(known, weight)):
+            tensors |= filling.places()
+        return CodedExperts(weight, known[0][0].layout, tensors)
+
+    def _stacked_experts(self, parts: Sequence[Sequence[QuantizedPart]], stack: ExpertStack) -> CodedExperts:
+        """Experts of codes in one tensor for all of them. parts: of each expert, with tensors of their own."""
+        weight = self._expert_codes(parts)
+        fillings, rows = _expert_fillings(parts, weight), stack.rows([part.stored for part in parts[0]])
+        tensors: dict[str, Destination] = {}
+        for suffix in parts[0][0].tensors:
+            name = f"{stack.name}_{suffix}"
+            places = [[filling.place(suffix) for filling in of_expert] for of_expert in fillings]
+            tensors[name] = SplitPlace(torch.Size(self.checkpoint.tensors[name].shape), at_experts(rows, places))
+        return CodedExperts(weight, parts[0][0].layout, tensors)
+
+    def _expert_codes(self, parts: Sequence[Sequence[QuantizedPart]]) -> PackedExperts:
+        """The weights of experts whose parts lie together."""
+        first = parts[0][0]
+        return self.placement.quantized_experts(
+            len(parts),
+            num_outputs([part.stored for part in parts[0]]),
+            first.in_features,
+            first.layout.code_type,
+            first.layout.group_size,
+            first.layout.scale_dtype,
+        )
+
+    def _alike(
+        self, parts: Sequence[Sequence[StoredPart]], coded: Sequence[Sequence[QuantizedPart | None]]
+    ) -> list[list[QuantizedPart]]:
+        """`coded`, if all are stored in one way. Raises ConfigError, which names two that are not.
+
+        Then all experts lie in one weight, and the operator multiplies all that a step uses in one call.
+        """
+        pairs = list(zip(itertools.chain(*parts), itertools.chain(*coded), strict=True))
+        first, kind = pairs[0][0].name, _kind(pairs[0][1])
+        for part, found in pairs:
+            if _kind(found) != kind:
+                raise ConfigError(
+                    f"{self.checkpoint.path}: {first} is stored as {kind} and {part.name} as {_kind(found)}: the "
+                    "experts of a layer must be stored in one way"
+                )
+            if found is not None and found.order is not None:
+                raise ConfigError(
+                    f"{self.checkpoint.path}: {part.name}.{found.scheme.group_index_name} groups inputs by their "
+                    "activations, which is not served for experts; quantise the model again with desc_act false or "
+                    "actorder weight"
+                )
+        return [[part for part in of_expert if part is not None] for of_expert in coded]
+
+    def _coded_stack(
+        self, parts: Sequence[Sequence[StoredPart]], in_features: int, stack: ExpertStack
+    ) -> list[list[QuantizedPart]] | None:
+        """The linears of each expert, if the checkpoint has one tensor of codes for all of them; None if it has not."""
+
+        def stored(suffix: str) -> StoredTensor | None:
+            return self.checkpoint.tensors.get(f"{stack.name}_{suffix}")
+
+        try:
+            scheme = self.quantization.scheme(stack.name, "Experts", lambda suffix: stored(suffix) is not None)
+            if scheme is None:
+                return None
+            of_expert = scheme.tensors((num_outputs(parts[0]), in_features), stored)
+            tensors = {}
+            for suffix, one in of_expert.items():
+                of_all = Expected(tuple((len(parts), *shape) for shape in one.shapes), one.dtypes)
+                tensors[suffix] = check_stored(f"{stack.name}_{suffix}", stored(suffix), of_all)
+        except QuantizationError as error:
+            raise ConfigError(f"{self.checkpoint.path}: {error}") from error
+
+        def coded(expert: int, part: StoredPart) -> QuantizedPart:
+            own = {
+                suffix: StoredTensor(found.dtype, (part.count, *found.shape[2:])) for suffix, found in tensors.items()
+            }
+            named = replace(part, name=f"{stack.name} of expert {expert}")
+            return QuantizedPart(named, in_features, scheme, own, _scale_dtype(scheme, own), None)
+
+        return [[coded(expert, part) for part in linears] for expert, linears in enumerate(parts)]
 
     def head(self, part: StoredPart, in_features: int) -> EmbeddingWeight:
         coded = self._coded(part, in_features, _module_class(part))
@@ -123,11 +222,10 @@ class CheckpointFormat:
             tensors = {
                 suffix: check_stored(f"{part.name}.{suffix}", stored(suffix), one) for suffix, one in expected.items()
             }
-            scale_dtype = STORED_DTYPES[tensors[scheme.scale_name].dtype]
             order = self._input_order(part.name, scheme, tensors)
         except QuantizationError as error:
             raise ConfigError(f"{self.checkpoint.path}: {error}") from error
-        return QuantizedPart(part, in_features, scheme, tensors, scale_dtype, order)
+        return QuantizedPart(part, in_features, scheme, tensors, _scale_dtype(scheme, tensors), order)
 
     def _input_order(self, name: str, scheme: Scheme, tensors: dict[str, StoredTensor]) -> Array | None:
         if scheme.group_index_name not in tensors:
@@ -172,6 +270,27 @@ def _read(path: Path) -> Quantization:
         return read_quantization(path)
     except QuantizationError as error:
         raise ConfigError(str(error)) from error
+
+
+def _expert_fillings(parts: Sequence[Sequence[QuantizedPart]], weight: PackedExperts) -> list[list[PartFilling]]:
+    """For each expert those of its parts."""
+    fillings = []
+    for expert, of_expert in enumerate(parts):
+        own = weight.expert(expert)
+        assert isinstance(own, QuantizedWeight)
+        fillings.append([PartFilling(part, own, part.stored.first) for part in of_expert])
+    return fillings
+
+
+def _kind(part: QuantizedPart | None) -> str:
+    """How a linear is stored, in words."""
+    if part is None:
+        return "floats"
+    return f"{part.layout.words} with scales of {str(part.scale_dtype).removeprefix('torch.')}"
+
+
+def _scale_dtype(scheme: Scheme, tensors: Mapping[str, StoredTensor]) -> torch.dtype:
+    return SCALE_DTYPES[tensors[scheme.scale_name].dtype]
 
 
 def _lie_together(one: QuantizedPart, other: QuantizedPart) -> bool:

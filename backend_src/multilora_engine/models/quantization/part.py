@@ -25,6 +25,9 @@ STORED_DTYPES = {
 }
 """torch's dtypes by safetensors' names."""
 
+SCALE_DTYPES = STORED_DTYPES | {"U8": torch.bfloat16}
+"""The dtypes that scales are kept in. Bytes are powers of two, which bfloat16 holds."""
+
 
 def as_array(tensor: torch.Tensor) -> Array:
     """bfloat16 as uint16 and float8 as uint8, since NumPy has no such types."""
@@ -92,12 +95,12 @@ class PartFilling:
 
     def places(self) -> dict[str, PartTensor]:
         """The places of all tensors, by the checkpoint's names."""
-        return {
-            f"{self.part.stored.name}.{suffix}": PartTensor(
-                self, suffix, torch.Size(tensor.shape), frozenset({STORED_DTYPES[tensor.dtype]})
-            )
-            for suffix, tensor in self.part.tensors.items()
-        }
+        return {f"{self.part.stored.name}.{suffix}": self.place(suffix) for suffix in self.part.tensors}
+
+    def place(self, suffix: str) -> PartTensor:
+        """The place of one tensor."""
+        tensor = self.part.tensors[suffix]
+        return PartTensor(self, suffix, torch.Size(tensor.shape), frozenset({STORED_DTYPES[tensor.dtype]}))
 
     def add(self, suffix: str, tensor: torch.Tensor) -> None:
         """Raises ConfigError where the tensors, once they are all there, do not agree."""

@@ -1,4 +1,4 @@
-"""Linears whose weights are codes: all parts in one weight, or each part in its own."""
+"""Linears whose weights are codes: all parts in one weight, or each part in its own; and those of experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from multilora_engine.batch.forward_batch import LoRABatch
 from multilora_engine.models.quantization.part import Layout, PartFilling
 from multilora_engine.models.weights import Destination, LinearWeight, WeightSwitch
-from multilora_kernels import PackedWeight, lora_apply, lora_linear, packed_linear
+from multilora_kernels import PackedExperts, PackedWeight, lora_apply, lora_linear, packed_linear
 from multilora_kernels.quantized import QuantizedWeight, quantized_embedding, quantized_linear, quantized_lora_linear
 
 
@@ -115,6 +115,26 @@ class StackedWeight:
         self, x: torch.Tensor, bias: torch.Tensor | None, first_column: int, slice_sizes: Sequence[int], lora: LoRABatch
     ) -> torch.Tensor:
         return with_adapters(self.product(x, None), x, bias, first_column, slice_sizes, lora)
+
+
+@dataclass(frozen=True)
+class CodedExperts:
+    """Weights of experts that are codes. tensors: the places of the checkpoint's tensors."""
+
+    weight: PackedExperts
+    layout: Layout
+    tensors: dict[str, Destination]
+
+    @property
+    def bytes_by_kind(self) -> dict[str, int]:
+        return {self.layout.words: self.weight.nbytes}
+
+    @property
+    def switches(self) -> Sequence[WeightSwitch]:
+        return ()
+
+    def checkpoint_tensors(self) -> dict[str, Destination]:
+        return self.tensors
 
 
 def with_adapters(
