@@ -444,6 +444,13 @@ def test_a_configuration_that_does_not_fit_is_refused(fields: dict[str, Any], me
         read(wrapped(FACTORS, PLAIN_EXPERTS), **fields)
 
 
+def test_patterns_are_fewer_the_more_experts_they_are_matched_with() -> None:
+    sites = mixture_sites(num_experts=400, num_layers=11)
+    assert sites.num_columns > 12_000
+    with pytest.raises(PeftError, match=r"rank_pattern has 900 entries, an adapter of this model [56]\d\d at most"):
+        read(numbered(FACTORS), sites, rank_pattern={f"layer{index}": 3 for index in range(900)})
+
+
 def test_dora_on_experts_is_refused_by_its_tensor() -> None:
     with pytest.raises(PeftError, match=r"experts\.0\.gate_proj\.lora_magnitude_vector: DoRA on experts"):
         read({f"{ONE}.lora_magnitude_vector": zeros(12)}, use_dora=True)
