@@ -28,7 +28,7 @@ from multilora_client.terminal import Url
 from multilora_client.tls import Tls
 from multilora_wire.adapter_origin import WrongBaseModel
 from multilora_wire.layout import AdapterLayout
-from multilora_wire.peft_config import PeftError
+from multilora_wire.peft_config import PeftError, SitesMissing
 from multilora_wire.peft_files import PeftAdapter, open_peft_directory
 
 Verdict = Literal["works", "note", "fault"]
@@ -177,6 +177,9 @@ def look_at_adapter(directory: Path, layout: AdapterLayout | None, model: str) -
             sites = None if layout is None else layout.sites
             with open_peft_directory(directory, sites, model, trusts_patterns=True) as adapter:
                 described, rank = _described_peft(adapter), _largest_rank(adapter)
+    except SitesMissing:
+        yield Finding("note", f"The adapter {directory} cannot be read without a server", "Start one, or give --url")
+        return
     except (MultiloraClientError, PeftError, WrongBaseModel, OSError) as error:
         yield Finding("fault", f"The adapter {directory} cannot be served: {' '.join(str(error).split())}")
         return

@@ -155,6 +155,10 @@ class PeftError(Exception):
     """PEFT's files hold no adapter that can be served. The text names the file, field or key, with the numbers."""
 
 
+class SitesMissing(PeftError):
+    """The adapter cannot be read without the sites of its model."""
+
+
 @dataclass(frozen=True)
 class _Chosen:
     """The modules that PEFT adapts, as far as lists tell.

@@ -24,7 +24,7 @@ from typing import Literal
 from multilora_wire.adapter_origin import WrongBaseModel, describe_missing
 from multilora_wire.messages import shown
 from multilora_wire.module_names import MOE_4H_TO_H, MOE_GATE, MOE_H_TO_4H
-from multilora_wire.peft_config import PEFT_CONFIG_FILE, PeftConfig, PeftError, quoted
+from multilora_wire.peft_config import PEFT_CONFIG_FILE, PeftConfig, PeftError, SitesMissing, quoted
 from multilora_wire.sites import ModelSites, WireModule
 from multilora_wire.tensor_file import StoredMatrix, TensorPlace, TensorSlice
 
@@ -140,7 +140,7 @@ class ExpertTensors:
         if first is None:
             return
         if sites is None:
-            raise PeftError(
+            raise SitesMissing(
                 f"{shown(first.place.key)} belongs to experts, which cannot be read without the base model's "
                 "config.json: name its directory (multilora convert --base-model DIR)"
             )

@@ -37,6 +37,7 @@ from multilora_wire.peft_config import (
     PEFT_WEIGHTS_FILE,
     PeftConfig,
     PeftError,
+    SitesMissing,
     check_config_bytes,
     parse_peft_config,
     quoted,
@@ -196,12 +197,6 @@ class PeftLinear:
         return self.a.shape[0]
 
     @property
-    def num_values(self) -> int:
-        """Values of A, B and the magnitude."""
-        magnitude = 0 if self.magnitude is None else self.out_size
-        return self.rank * (self.in_size + self.out_size) + magnitude
-
-    @property
     def in_size(self) -> int:
         return self.a.shape[1]
 
@@ -260,8 +255,9 @@ class PeftAdapter:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all matrices and magnitudes as they are used."""
-        num_values = sum(linear.num_values for linear in self.linears)
+        """Bytes of all matrices and magnitudes as they are used; of an A that several linears have, once."""
+        num_values = sum(a.shape[0] * a.shape[1] for a in {linear.a for linear in self.linears})
+        num_values += sum(linear.out_size * (linear.rank + (linear.magnitude is not None)) for linear in self.linears)
         return num_values * np.dtype(NUMPY_DTYPES[self.dtype]).itemsize
 
     @property
@@ -816,7 +812,7 @@ class _Outside:
                 raise PeftError(
                     f"{_shown(place)} belongs to the embeddings or the head, which adapters cannot change in this model"
                 )
-            raise PeftError(
+            raise SitesMissing(
                 f"{_shown(place)} belongs to the embeddings or the head, which no tensors of the wire can change; send "
                 "the files as they are to the server of their model (multilora upload DIR)"
             )

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from client.conftest import SAVED_SITES
+from safetensors.numpy import save_file
+from support.expert_adapters import PLAIN, numbered, random_factors
 from typer.testing import CliRunner, Result
 
 from multilora_client import AdapterTensors, doctor
@@ -92,6 +94,20 @@ def test_a_directory_without_an_adapter_and_no_server(tmp_path: Path) -> None:
     (fault,) = findings(result, "fault")
     assert fault.startswith(f"The adapter {tmp_path} cannot be served: ")
     assert any(text.startswith(f"No server of multilora answers at {NOWHERE}: ") for text in findings(result, "note"))
+
+
+@pytest.mark.usefixtures("_without_pip")
+def test_an_adapter_that_is_read_with_its_model_alone_and_no_server(tmp_path: Path) -> None:
+    """Which is no fault of the adapter."""
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 3, "lora_alpha": 6}')
+    save_file(numbered(random_factors(PLAIN)), tmp_path / "adapter_model.safetensors")
+
+    result = run(tmp_path, "--url", NOWHERE)
+
+    assert not findings(result, "fault")
+    assert f"The adapter {tmp_path} cannot be read without a server. Start one, or give --url" in findings(
+        result, "note"
+    )
 
 
 @pytest.mark.usefixtures("_without_pip")

@@ -227,7 +227,9 @@ def test_an_expert_that_the_file_lacks_is_absent(name: str) -> None:
 def test_gate_and_up_share_one_matrix_of_the_file() -> None:
     factors = random_factors(PLAIN)
     for form in (wrapped(factors, PLAIN_EXPERTS), all_experts(factors, PLAIN_EXPERTS)):
-        a_of = {(one.layer, one.module_id, one.expert): one.a for one in read(form).linears}
+        adapter = read(form)
+        assert adapter.num_bytes == sum(value.nbytes for value in form.values())
+        a_of = {(one.layer, one.module_id, one.expert): one.a for one in adapter.linears}
         assert all(a_of[layer, GATE, expert] == a_of[layer, UP, expert] for layer in (1, 2) for expert in range(4))
 
 
