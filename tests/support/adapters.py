@@ -39,7 +39,10 @@ def wire_adapter(
     extra_width: int = 3,
     dtype: torch.dtype = torch.float32,
 ) -> WireAdapter:
-    """An adapter with the given (module id, layer, rank) rows, in that order, a bit wider than the widest."""
+    """An adapter with the given (module id, layer, rank) rows, in that order, a bit wider than the widest.
+
+    The A and B of a module with experts have one more dimension, which comes first.
+    """
     generator = torch.Generator().manual_seed(seed)
     modules = layout.sites.module_at
     rows = list(rows)
@@ -48,8 +51,9 @@ def wire_adapter(
     matrices = {}
     for i, (module_id, layer, rank) in enumerate(rows):
         module = modules[layer, module_id]
-        a = (torch.randn(rank, module.in_size, generator=generator) * scale).to(dtype)
-        b = (torch.randn(module.out_size, rank, generator=generator) * scale).to(dtype)
+        experts = (module.experts,) if module.experts > 1 else ()
+        a = (torch.randn(*experts, rank, module.in_size, generator=generator) * scale).to(dtype)
+        b = (torch.randn(*experts, module.out_size, rank, generator=generator) * scale).to(dtype)
         weights[i, : a.numel() + b.numel()] = torch.cat([a.flatten(), b.flatten()])
         matrices[module_id, layer] = (a, b)
     config = torch.tensor([[m, layer, r, 0] for m, layer, r in rows], dtype=torch.int32)

@@ -28,9 +28,6 @@ from support.plain_operators import PLAIN_OPERATORS
 
 NUM_LAYERS = 2
 _RANKS = (3, 8)
-_ALL_MODULES = range(1, 8)
-"""Of queries, keys, values, the attention's output, and the MLP."""
-
 _WAITING = {
     *("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::masked_select"),
     *("aten::_unique2", "aten::repeat_interleave"),
@@ -120,7 +117,7 @@ def make_engine(folder: Path, tokenizer: Path, save: Callable[..., Path] = save_
     engine = Engine(config)
     layout = engine.info.adapter_layout
     for task, rank in enumerate(_RANKS):
-        rows = [(module, layer, rank) for layer in range(NUM_LAYERS) for module in _ALL_MODULES]
+        rows = [(module.module_id, module.layer, rank) for module in layout.sites.plain_modules]
         wire = wire_adapter(layout, rows, seed=task, scale=0.5)
         engine.put_adapter(task, pack_adapter(wire.weights, wire.config, layout))
     return engine

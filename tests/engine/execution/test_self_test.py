@@ -15,7 +15,15 @@ import torch
 from support.engines import run_all
 from support.gpu_path import make_engine
 from support.recorded_graph import RecordedPieces, record
-from transformers import Cohere2Config, Cohere2ForCausalLM, Glm4Config, Glm4ForCausalLM, PreTrainedModel
+from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
 
 from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
 from multilora_engine.batch.forward_batch import KVCache
@@ -38,13 +46,34 @@ from multilora_wire.layout import adapter_layout
 MAX_NUM_SEQS, MAX_LEN = 5, 64
 
 
-@pytest.mark.parametrize("enable_async_scheduling", [False, True])
+def _save_mixture(path: Path, num_hidden_layers: int) -> Path:
+    """A dense layer, then one with experts and a shared one."""
+    shape = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 4}
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    config = Qwen2MoeConfig(
+        **shape,
+        **experts,
+        shared_expert_intermediate_size=40,
+        num_hidden_layers=num_hidden_layers,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.4,
+        decoder_sparse_step=2,
+    )
+    torch.manual_seed(7)
+    Qwen2MoeForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("save", "enable_async_scheduling"), [(save_tiny_llama, False), (save_tiny_llama, True), (_save_mixture, True)]
+)
 def test_graphs_choose_the_tokens_of_steps_without(
-    tmp_path: Path, default_model_dir: Path, enable_async_scheduling: bool
+    tmp_path: Path, default_model_dir: Path, save: Callable[..., Path], enable_async_scheduling: bool
 ) -> None:
     options = {"enable_async_scheduling": enable_async_scheduling, "max_num_seqs": MAX_NUM_SEQS}
-    expected = _tokens(make_engine(tmp_path, default_model_dir, **options))
-    engine = make_engine(tmp_path, default_model_dir, **options)
+    expected = _tokens(make_engine(tmp_path, default_model_dir, save, **options))
+    engine = make_engine(tmp_path, default_model_dir, save, **options)
     replays: list[int] = []
     graphs = _capture(engine, functools.partial(_counted, replays))
     assert graphs is not None
@@ -55,13 +84,16 @@ def test_graphs_choose_the_tokens_of_steps_without(
     assert len(replays) >= 10
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", [5, 70, 200])
+@pytest.mark.parametrize(
+    ("save", "max_num_batched_tokens"),
+    [*((save_tiny_llama, size) for size in (5, 70, 200)), (_save_mixture, 70)],
+)
 def test_steps_with_prompts_choose_the_same_tokens_in_pieces(
-    tmp_path: Path, default_model_dir: Path, max_num_batched_tokens: int
+    tmp_path: Path, default_model_dir: Path, save: Callable[..., Path], max_num_batched_tokens: int
 ) -> None:
     options = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": max_num_batched_tokens}
-    expected = _tokens(make_engine(tmp_path, default_model_dir, **options))
-    engine = make_engine(tmp_path, default_model_dir, **options)
+    expected = _tokens(make_engine(tmp_path, default_model_dir, save, **options))
+    engine = make_engine(tmp_path, default_model_dir, save, **options)
     pieces = _capture_pieces(engine, RecordedPieces(), **options)
     assert pieces is not None
     assert pieces.sizes == piece_sizes(max_num_batched_tokens)
