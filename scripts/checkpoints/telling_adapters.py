@@ -13,18 +13,30 @@ others, so digits that lie ready for later places count only when it is their tu
 
 The MLP may be wider than the residual stream, for adapters that fill many pages. Its meaningful dimensions then
 lie scattered over the matrices, and the adapters have noise between them, where the gate of the base model is zero.
+
+There may be experts in place of the MLP, all as the MLP would be. The router sends each state to two of them, and an
+adapter speaks through one of the two: the other experts are silent, or absent. An adapter on the wrong expert, or the
+entries of an adapter that was there before, change the answer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
@@ -40,6 +52,12 @@ HIDDEN_SIZE = 128
 NUM_LAYERS = 2
 SPANNING_INTERMEDIATE_SIZE = 16384
 """The width of an MLP whose adapters have pieces that span pages: 512 KiB at `MAX_RANK`, in pages of 256 KiB."""
+
+EXPERT_INTERMEDIATE_SIZE = 256
+"""The width of an expert, of which a half is noise."""
+
+_NUM_CHOSEN = 2
+"""Experts that a token's state is sent to."""
 
 BASE_TOKEN = NUM_PLACES * NUM_DIGITS
 PROMPT_TOKENS = range(BASE_TOKEN + 1, HIDDEN_SIZE)
@@ -78,17 +96,23 @@ _SOURCES = (
 )
 _SILENT = (("attn_dense", 0), ("mlp_gate", 1))
 _UP_MODULE, _DOWN_MODULE = "mlp_gate", "mlp_4h_to_h"
+_EXPERT_MODULES = {_UP_MODULE: "moe_gate", _DOWN_MODULE: "moe_4h_to_h"}
 """The wire's names of the linears into and out of the MLP that an adapter changes."""
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """A [rank, in] and B [out, rank] of one row; the scale is in B."""
+    """A [rank, in] and B [out, rank] of one row; the scale is in B.
+
+    state: in which the row speaks, with one value of B, the strength; -1 for a silent row.
+    """
 
     module: str
     layer: int
     a: torch.Tensor
     b: torch.Tensor
+    state: int = -1
+    strength: float = 0.0
 
 
 def answer(number: int, version: int) -> list[int]:
@@ -96,23 +120,29 @@ def answer(number: int, version: int) -> list[int]:
     return [place * NUM_DIGITS + digit for place, digit in enumerate(_digits(number, version))]
 
 
-def save_checkpoint(path: Path, intermediate_size: int = HIDDEN_SIZE) -> Path:
+def save_checkpoint(path: Path, intermediate_size: int = HIDDEN_SIZE, num_experts: int = 0) -> Path:
     """Write the base model with a tokenizer into `path`, as transformers would. Context 512, no end token.
 
-    intermediate_size: width of the MLP, a power of two, at least `HIDDEN_SIZE`.
+    intermediate_size: width of the MLP, a power of two, at least `HIDDEN_SIZE`. num_experts: 0 for an MLP.
     """
-    config = LlamaConfig(
-        vocab_size=HIDDEN_SIZE,
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=None,
+    sizes: dict[str, Any] = {
+        "vocab_size": HIDDEN_SIZE,
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    experts: dict[str, Any] = {"num_local_experts": num_experts, "num_experts_per_tok": _NUM_CHOSEN}
+    model: PreTrainedModel = (
+        MixtralForCausalLM(MixtralConfig(**sizes, **experts)) if num_experts else LlamaForCausalLM(LlamaConfig(**sizes))
     )
-    model = LlamaForCausalLM(config)
+    gate = _scattered(_gate(), intermediate_size)
+    up = _scattered(_diagonal(slice(_FIRST_STATE, _DIGITS.stop)), intermediate_size)
+    down = _scattered(_diagonal(_DIGITS) * _DOWN, intermediate_size).T
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(_embeddings())
         for layer in model.model.layers:
@@ -121,9 +151,14 @@ def save_checkpoint(path: Path, intermediate_size: int = HIDDEN_SIZE) -> Path:
             attention.k_proj.weight.zero_()
             attention.v_proj.weight.copy_(_diagonal(slice(_FIRST_STATE, _FIRST_DIGIT)))
             attention.o_proj.weight.copy_(_diagonal(_DIGITS))
-            mlp.gate_proj.weight.copy_(_scattered(_gate(), intermediate_size))
-            mlp.up_proj.weight.copy_(_scattered(_diagonal(slice(_FIRST_STATE, _DIGITS.stop)), intermediate_size))
-            mlp.down_proj.weight.copy_(_scattered(_diagonal(_DIGITS) * _DOWN, intermediate_size).T)
+            if num_experts:
+                mlp.gate.weight.copy_(_router(num_experts))
+                mlp.experts.gate_up_proj.copy_(torch.cat([gate, up]).expand(num_experts, -1, -1))
+                mlp.experts.down_proj.copy_(down.expand(num_experts, -1, -1))
+                continue
+            mlp.gate_proj.weight.copy_(gate)
+            mlp.up_proj.weight.copy_(up)
+            mlp.down_proj.weight.copy_(down)
         model.lm_head.weight.copy_(_head())
     model.save_pretrained(path)
     save_plain_tokenizer(path, HIDDEN_SIZE)
@@ -154,18 +189,56 @@ def adapter_matrices(number: int, version: int, intermediate_size: int = HIDDEN_
         b[_FIRST_DIGIT + place * NUM_DIGITS + digit] = source.strength
         row.a[column, inner if source.module == _DOWN_MODULE else slice(None)] = a
         row.b[inner if source.module == _UP_MODULE else slice(None), column] = b
-        rows.append(row)
+        rows.append(replace(row, state=source.state, strength=source.strength))
     return rows + [_silent_row(module, layer, rank, generator, intermediate_size) for module, layer in _SILENT]
 
 
 def packed_adapter(number: int, version: int, layout: AdapterLayout) -> PackedAdapter:
     """An adapter as a front sends it to the engine, by way of the wire format."""
-    ids = layout.sites.module_ids
-    (intermediate_size,) = {m.out_size for m in layout.sites.modules if m.name == _UP_MODULE}
+    up_names = (_UP_MODULE, _EXPERT_MODULES[_UP_MODULE])
+    ((intermediate_size, num_experts),) = {(m.out_size, m.experts) for m in layout.sites.modules if m.name in up_names}
     rows = adapter_matrices(number, version, intermediate_size)
-    weights = pad_sequence([torch.cat([row.a.flatten(), row.b.flatten()]) for row in rows], batch_first=True)
-    config = torch.tensor([[ids[row.module], row.layer, len(row.a), 0] for row in rows], dtype=torch.int32)
-    return pack_adapter(weights, config, layout)
+    ids, names = layout.sites.module_ids, _EXPERT_MODULES if num_experts > 1 else {}
+    random = Random(f"experts {number} {version}")
+    wire = []
+    for row in rows:
+        of_experts = row.module in names
+        a, b = _on_experts(row, num_experts, random) if of_experts else (row.a, row.b)
+        wire.append(torch.cat([a.flatten(), b.flatten()]))
+    config = [[ids[names.get(row.module, row.module)], row.layer, len(row.a), 0] for row in rows]
+    return pack_adapter(pad_sequence(wire, batch_first=True), torch.tensor(config, dtype=torch.int32), layout)
+
+
+def _on_experts(row: Matrices, num_experts: int, random: Random) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [experts, rank, in] and B [experts, out, rank]: a row's matrices on one of the experts that its state chooses.
+
+    The others are silent: with the row's noise, or with none, and with its A or with A of their own.
+    """
+    generator = torch.Generator().manual_seed(random.getrandbits(32))
+    a = row.a.expand(num_experts, -1, -1)
+    if random.random() < 0.5:
+        a = torch.randn(a.shape, generator=generator)
+    silent = row.b * (row.b != row.b.new_tensor(row.strength)) if row.state >= 0 else row.b
+    has_noise = torch.tensor([random.random() < 0.5 for _ in range(num_experts)])
+    b = silent * has_noise[:, None, None]
+    if row.state >= 0:
+        speaker = random.choice(_chosen(row.state, num_experts))
+        a = a.clone()
+        a[speaker], b[speaker] = row.a, torch.where(row.b == row.strength, _NUM_CHOSEN * row.b, row.b)
+    return a, b
+
+
+def _chosen(state: int, num_experts: int) -> list[int]:
+    """The experts that a state is sent to."""
+    return [(state + n) % num_experts for n in range(_NUM_CHOSEN)]
+
+
+def _router(num_experts: int) -> torch.Tensor:
+    """[experts, hidden]"""
+    router = torch.zeros(num_experts, HIDDEN_SIZE)
+    for state in range(_FIRST_DIGIT - _FIRST_STATE):
+        router[_chosen(state, num_experts), _FIRST_STATE + state] = 8
+    return router
 
 
 def _digits(number: int, version: int) -> list[int]:

@@ -29,6 +29,7 @@ import msgspec
 
 from checkpoints.telling_adapters import (
     BASE_ANSWER,
+    EXPERT_INTERMEDIATE_SIZE,
     HIDDEN_SIZE,
     MAX_RANK,
     NUM_LAYERS,
@@ -166,7 +167,8 @@ class Versions:
 @dataclass(frozen=True)
 class Options:
     """One run. device_adapters, host_adapters: the number that fits each tier. has_disk: whether the others are on
-    disk. is_spanning: whether the model's MLP is so wide that pieces of its adapters span pages.
+    disk. is_spanning: whether the model's MLP is so wide that pieces of its adapters span pages. num_experts: in place
+    of the MLP; 0 for none.
     """
 
     num_turns: int
@@ -177,10 +179,13 @@ class Options:
     has_disk: bool
     seed: int = 0
     is_spanning: bool = False
+    num_experts: int = 0
 
     @property
     def intermediate_size(self) -> int:
-        """Width of the model's MLP."""
+        """Width of the model's MLP, or of an expert."""
+        if self.num_experts:
+            return EXPERT_INTERMEDIATE_SIZE
         return SPANNING_INTERMEDIATE_SIZE if self.is_spanning else HIDDEN_SIZE
 
 
@@ -368,7 +373,7 @@ def soak(options: Options, popularities: Sequence[Popularity]) -> tuple[Tally, l
     adapters = [Versions(number) for number in range(options.num_adapters)]
     with tempfile.TemporaryDirectory(prefix="multilora-soak-") as name:
         directory = Path(name)
-        checkpoint = save_checkpoint(directory / "model", options.intermediate_size)
+        checkpoint = save_checkpoint(directory / "model", options.intermediate_size, options.num_experts)
         layout = checkpoint_layout(checkpoint, MAX_RANK, "float32")
         parameters, counts_file = engine_parameters(directory, layout, options), directory / "counts.json"
         for popularity in popularities:

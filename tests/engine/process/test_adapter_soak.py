@@ -39,6 +39,16 @@ def test_every_answer_is_of_the_right_adapter_and_version(has_disk: bool, is_spa
         assert (c.loras.disk.bytes_used > 0) is has_disk
 
 
+@pytest.mark.parametrize("num_adapters", [40, pytest.param(200, marks=_ALL)])
+def test_adapters_over_all_experts_answer_through_their_own_experts_alone(num_adapters: int) -> None:
+    options = Options(2 * num_adapters, num_adapters, 6, 4, host_adapters=10, has_disk=True, num_experts=6)
+    tally, counts = soak(options, ["uniform"])
+    assert tally.wrong == []
+    assert tally.counts["right"] > 1.2 * num_adapters
+    assert set(tally.errors) <= {"NOT_FOUND", "CANCELLED"}
+    assert sum(c.loras.host.evictions for c in counts) > num_adapters / 2
+
+
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory: pytest.TempPathFactory) -> AdapterLayout:
     return checkpoint_layout(save_checkpoint(tmp_path_factory.mktemp("telling")), MAX_RANK, "float32")
