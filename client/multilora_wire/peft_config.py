@@ -142,6 +142,9 @@ _LARGEST_SETTING = 1e30
 _PLAIN_PATTERN = re.compile(r"[\w.|^$\\-]{0,1000}", re.ASCII)
 """Names of modules, alternatives, anchors and escapes: no expression of these takes long to match."""
 
+_ANY_NAMES = r".*\."
+"""The beginning of the patterns that PEFT makes of an adapter on experts when transformers 5 has loaded it."""
+
 _LARGEST_LENGTH = 1 << 30
 """Of sequences: their positions fit into 32 bits."""
 
@@ -543,12 +546,16 @@ def _compiled(
             "most"
         )
     for pattern, value in patterns.items():
-        if not trusts and _PLAIN_PATTERN.fullmatch(pattern) is None:
+        end = pattern.removeprefix(_ANY_NAMES)
+        has_names_before = end != pattern and "|" not in end
+        if not trusts and _PLAIN_PATTERN.fullmatch(end if has_names_before else pattern) is None:
             raise PeftError(
                 f"{PEFT_CONFIG_FILE}: {field} has the expression {quoted(pattern)}; only names of modules, "
                 "alternatives (|) and anchors are taken. Convert the adapter first (multilora convert)"
             )
         try:
-            yield re.compile(rf"(.*\.)?({pattern})$"), value
+            # Not `(.*\.)?(.*\.name)`, which matches the same and takes the square of the time.
+            regex = rf"(.*\.)({end})$" if has_names_before else rf"(.*\.)?({pattern})$"
+            yield re.compile(regex), value
         except (re.error, RecursionError, OverflowError) as error:
             raise PeftError(f"{PEFT_CONFIG_FILE}: {field} has the invalid pattern {quoted(pattern)}: {error}") from None

@@ -16,8 +16,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
-from safetensors.numpy import save
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.numpy import save, save_file
 from support.expert_adapters import (
     DOWN,
     FORMS,
@@ -650,6 +650,38 @@ def test_a_file_of_peft_means_what_peft_adds_to_the_model(kind: str, fields: dic
         theirs = (value - before[name]).detach().numpy()
         np.testing.assert_allclose(ours.pop(name, np.zeros_like(theirs)), theirs, atol=2e-6, err_msg=name)
     assert not ours
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3"])
+def test_a_file_of_transformers_4_means_what_peft_makes_of_it_and_saves_again(kind: str, tmp_path: Path) -> None:
+    """PEFT joins gate and up then, with the ranks of both, and writes patterns for them."""
+    model, sites = base_model(kind)
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    layers = [layer for layer in (0, 1) if (layer, GATE) in sites.module_at]
+    factors = random_factors(sites, layers=layers)
+    # PEFT wants an A of its own for each.
+    factors |= {(layer, UP, e): (a[::-1], b) for (layer, module_id, e), (a, b) in factors.items() if module_id == UP}
+    names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    tensors = numbered(factors, names, "block_sparse_moe" if kind == "mixtral" else "mlp")
+    old, again = tmp_path / "old", tmp_path / "again"
+    old.mkdir()
+    (old / "adapter_config.json").write_text(json.dumps(CONFIG | {"target_modules": names}))
+    save_file({key: np.ascontiguousarray(value) for key, value in tensors.items()}, old / "adapter_model.safetensors")
+
+    adapted = PeftModel.from_pretrained(model, str(old))
+    adapted.save_pretrained(again)
+    merged = dict(adapted.merge_and_unload().named_parameters())
+
+    for folder, rank in ((old, RANK), (again, 2 * RANK)):
+        with open_peft_directory(folder, sites) as adapter:
+            assert {one.rank for one in adapter.linears if one.module_id == GATE} == {rank}
+            found = read_factors(adapter)
+        for layer in layers:
+            for name, delta in deltas(found, layer, sites.experts_form).items():
+                path = f"model.layers.{layer}.mlp.experts.{name}"
+                theirs = (merged[path] - before[path]).detach().numpy()
+                np.testing.assert_allclose(delta, theirs, rtol=1e-4, atol=1e-4, err_msg=path)
+                assert np.abs(theirs).max() > 1
 
 
 PATHS = st.sampled_from(
