@@ -18,7 +18,7 @@ DISTRIBUTIONS = ("backend_src", "kernels", "client")
 
 ROOMS = (
     *("dynamo", "serving", "tritonserver", "process", "quantize", "engine", "execution"),
-    *("sampling", "sequences", "guides", "lora", "models", "text", "batch"),
+    *("sampling", "sequences", "guides", "lora", "models", "text", "batch", "gguf"),
 )
 """The rooms of the engine from top to bottom: each imports only rooms after it. Files in no room are the ground."""
 

@@ -10,6 +10,7 @@ execution, sampling                        the run of a step on the device; logi
 sequences, guides                          the state of requests; the form that answers must have
 lora, models, text                         adapters in their tiers; the layers; text and token ids
 batch                                      the tensors of one step
+gguf                                       a GGUF file as a checkpoint directory
 
 Files of all rooms:
 config, lora_config, device_defaults       every parameter, and the values that depend on the device

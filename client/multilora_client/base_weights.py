@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from multilora_client.errors import AdapterError
 from multilora_wire.bfloat16 import bfloat16_to_float32
-from multilora_wire.checkpoint_directory import only_gguf
+from multilora_wire.checkpoint_directory import is_gguf, only_gguf
+from multilora_wire.gguf.checkpoint import GGUFTensor, read_tensors
 from multilora_wire.peft_files import EMBEDDINGS
 from multilora_wire.quantized.quantization import Quantization, read_quantization
 from multilora_wire.quantized.scheme import (
@@ -39,7 +40,7 @@ _VALUES_PER_TILE = 1 << 20
 
 
 class BaseWeights:
-    """A Hugging Face checkpoint in safetensors, in one file or several, of floats or quantised.
+    """A Hugging Face checkpoint in safetensors, in one file or several, of floats or quantised, or in GGUF.
 
     The files are mapped, not read: a checkpoint may be larger than memory, and safetensors' NumPy front reads no
     bfloat16.
@@ -48,7 +49,13 @@ class BaseWeights:
     def __init__(self, directory: Path) -> None:
         """Raises AdapterError when `directory` holds no such checkpoint."""
         has_weights = any((directory / name).is_file() for name in (_SINGLE_FILE, _INDEX_FILE))
-        if not has_weights and (advice := only_gguf(directory)):
+        self._gguf: dict[str, GGUFTensor] | None = None
+        if is_gguf(directory):
+            try:
+                self._gguf = read_tensors(directory)
+            except TensorFileError as error:
+                raise AdapterError(str(error)) from error
+        elif not has_weights and (advice := only_gguf(directory)):
             raise AdapterError(advice)
         self._directory = directory
         self._file_of = _weight_map(directory)
@@ -66,12 +73,28 @@ class BaseWeights:
 
         Raises AdapterError when it is not there, or of another shape.
         """
+        if self._gguf is not None:
+            yield from self._gguf_tiles(self._gguf.get(f"{name}.weight"), name, shape)
+            return
         try:
             kind: Literal["Linear", "Embedding"] = "Embedding" if name == EMBEDDINGS else "Linear"
             scheme = self._quantization.scheme(name, kind, lambda suffix: self._has(f"{name}.{suffix}"))
             yield from self._float_tiles(name, shape) if scheme is None else self._coded_tiles(name, shape, scheme)
         except QuantizationError as error:
             raise AdapterError(f"{self._directory}: {name}: {error}") from error
+
+    def _gguf_tiles(
+        self, tensor: GGUFTensor | None, name: str, shape: tuple[int, int]
+    ) -> Iterator[npt.NDArray[np.float32]]:
+        if tensor is None:
+            raise AdapterError(f"{self._directory} has no {name}.weight; it is not the base model of this adapter")
+        if tensor.place.shape != shape:
+            found = list(tensor.place.shape)
+            raise AdapterError(f"{name} is {found} in the base model and {list(shape)} in the adapter")
+        try:
+            yield from tensor.float_tiles()
+        except (OSError, TensorFileError) as error:
+            raise AdapterError(f"cannot read {tensor.file}: {error}") from error
 
     def _float_tiles(self, name: str, shape: tuple[int, int]) -> Iterator[npt.NDArray[np.float32]]:
         weight = f"{name}.weight"
@@ -94,7 +117,8 @@ class BaseWeights:
         for suffix, one in expected.items():
             check_stored(f"{name}.{suffix}", self._stored(f"{name}.{suffix}"), one)
         arrays = {suffix: self._array(f"{name}.{suffix}") for suffix in expected}
-        check_scales(f"{name}.{scheme.scale_name}", arrays[scheme.scale_name])
+        if scheme.scale_name is not None:
+            check_scales(f"{name}.{scheme.scale_name}", arrays[scheme.scale_name])
         order = None
         if scheme.group_index_name in arrays:
             full_name = f"{name}.{scheme.group_index_name}"

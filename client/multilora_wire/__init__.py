@@ -9,7 +9,7 @@ peft_config, peft_files                    PEFT's files as an adapter
   tensor_file, bfloat16                    safetensors files; bfloat16 for NumPy
 adapter_info, adapter_event                a server's report of an adapter; a line of its log
 adapter_names, adapter_origin              names and task ids; the model that an adapter was made for
-quantized                                  quantised checkpoints
+quantized, gguf                            quantised checkpoints; the files of llama.cpp
 checkpoint_directory                       why a path is no checkpoint
 headers                                    the headers by which a server knows who asks
 messages, end_with_parent                  errors' texts of a bounded length; processes that end with their parent

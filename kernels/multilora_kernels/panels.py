@@ -36,7 +36,8 @@ class QuantizedPanels(NamedTuple):
         lanes, n], where an item is n neighbouring inputs: n is 2 for products of pairs and of one digit, 4 for int8
         with several digits, and 1 for int32 if activations are rounded to bfloat16.
     scales: [num_panels, groups, columns, lanes].
-    zeros: int8, of the same shape; None if all are zero. Integer codes and zeros are less by half of the codes' range.
+    zeros: int8 or float32, of the same shape; None if all are zero. Integer codes and zeros are less by half of the
+        codes' range.
     digits: 0 if activations are multiplied as floats or bfloat16, else the digits of the integers that they become
         (cpu/activation_digits.h).
     """

@@ -67,8 +67,8 @@ class _ZeroPoints:
 class QuantizedWeight:
     """W[o, i] = scales[o, i // group_size] * (codes[o, i] - zeros[o, i // group_size]) of shape [outputs, inputs].
 
-    group_size: how many inputs share a scale; the last group of a row may be shorter. zeros: integers; only integer
-    codes have them.
+    group_size: how many inputs share a scale; the last group of a row may be shorter. zeros: integers, or any numbers
+    where a format has minimums; only integer codes have them.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class QuantizedWeight:
         scale_dtype: torch.dtype,
         device: torch.device,
         *,
+        zero_dtype: torch.dtype = torch.int8,
         compute_dtype: torch.dtype = torch.float32,
         may_round: bool = False,
         pages: HugePages | None = None,
@@ -87,6 +88,7 @@ class QuantizedWeight:
         """A weight that `copy_rows` fills.
 
         scale_dtype: the type of the stored scales: float32, bfloat16 or float16.
+        zero_dtype: the type of the stored zeros: int8 for integers; float32, which no operator of a GPU takes.
         compute_dtype: the type of the activations. The weight is packed if there is a kernel for this type.
         may_round: whether the activations of a packed weight may be rounded. They are, if this processor multiplies
             rounded ones faster.
@@ -112,6 +114,7 @@ class QuantizedWeight:
         self._scales = self._empty(self.num_groups, scale_dtype)
         self._zero_points = _ZeroPoints()
         self._own: slice | None = None
+        self._zero_dtype = zero_dtype
 
     @property
     def nbytes(self) -> int:
@@ -167,14 +170,16 @@ class QuantizedWeight:
     def copy_rows(self, first: int, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
         """Store the outputs first .. first + n.
 
-        codes: [n, in_features] uint8. scales: [n, num_groups]. zeros: [n, num_groups] uint8, None for FP8. For INT4,
-        codes and zeros are below 16. Raises ValueError for a code of FP8 that is not a number.
+        codes: [n, in_features] uint8. scales: [n, num_groups]. zeros: [n, num_groups] uint8, None for FP8; float64
+        where they are stored as float32. For INT4, codes and uint8 zeros are below 16. Raises ValueError for a code of
+        FP8 that is not a number.
         """
         assert (zeros is None) == (self.code_type is CodeType.FP8)
         copy_rows_to_columns(self._code_columns, first, self._stored(codes))
         copy_rows_to_columns(_columns(self._scales), first, scales)
         if zeros is not None:
-            self._copy_zeros(first, zeros.short() - self._middle)
+            wide = torch.float64 if zeros.is_floating_point() else torch.int16
+            self._copy_zeros(first, zeros.to(wide) - self._middle)
 
     def rows(self, first: int, count: int) -> torch.Tensor:
         """The outputs first .. first + count as [count, in_features] float32."""
@@ -250,7 +255,7 @@ class QuantizedWeight:
         points = self._zero_points
         if points.of_all is None and zeros.any():
             assert not points.has_readers, "panels were read before the weight was filled"
-            points.of_all = self._empty(self.num_groups, torch.int8)
+            points.of_all = self._empty(self.num_groups, self._zero_dtype)
         if self._zeros is not None:
             copy_rows_to_columns(_columns(self._zeros), first, zeros)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -209,6 +209,28 @@ def test_it_is_near_float64_in_all_shapes(shape, kind, scale_dtype, may_round):
         exact = as_multiplied(x, weight)
         bound = (shape[1] + weight.num_groups + 2) * 2**-24 * (exact.abs() @ magnitude.T)
         assert ((quantized_linear(x, weight).double() - exact @ meaning.T).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
+@pytest.mark.parametrize("code_type", [CodeType.INT4, CodeType.INT8])
+@pytest.mark.parametrize("shape", [(49, 96, 32), (73, 320, 16), (73, 1184, 96), (25, 60, 20)])
+@pytest.mark.parametrize("may_round", [False, True])
+def test_zeros_may_be_any_numbers(shape, code_type, scale_dtype, may_round):
+    codes = Codes.random(shape, (code_type, True), scale_dtype)
+    zeros = codes.zeros + torch.rand(codes.zeros.shape, generator=torch.Generator().manual_seed(7)).double()
+    codes = replace(codes, zeros=zeros)
+    weight, magnitude = codes.weight(may_round=may_round, zero_dtype=torch.float32), codes.magnitude()
+    rows = weight.rows(0, shape[0])
+    torch.testing.assert_close(rows.double(), codes.meaning(), rtol=0, atol=float(magnitude.max()) * 2**-22)
+    for count in (1, 9, 33):
+        x = random_rows(count, shape[1])
+        exact = as_multiplied(x, weight)
+        bound = (shape[1] + weight.num_groups + 4) * 2**-24 * (exact.abs() @ magnitude.T)
+        y = quantized_linear(x, weight)
+        assert ((y.double() - exact @ rows.double().T).abs() <= bound).all()
+        assert y[-1:].equal(quantized_linear(x[-1:], weight))
+    ids = torch.tensor([0, shape[0] - 1, 7])
+    assert quantized_embedding(ids, weight, torch.float32).equal(rows[ids])
 
 
 def test_groups_that_end_inside_of_a_step_are_multiplied_as_floats():

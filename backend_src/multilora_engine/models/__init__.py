@@ -9,6 +9,6 @@ decoder                                    `Decoder`: embeddings, layers, norm, 
   linear                                   `LoRALinear`: a linear, with each token's adapter on top
 general/                                   decoders of transformers' modules, where no family of ours computes
 weights, builder, quantization/            how weights are stored, and which tensors of a checkpoint fill them
-loader, checkpoint                         reads the files of a checkpoint
+loader, checkpoint, gguf_weights           reads the files of a checkpoint
 model_config, hf_config, rope_config       `config.json`, read and checked
 """

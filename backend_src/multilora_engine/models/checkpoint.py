@@ -1,4 +1,4 @@
-"""`Checkpoint`: the safetensors files of a Hugging Face checkpoint directory, and their headers."""
+"""`Checkpoint`: the files of a checkpoint directory's weights, safetensors or GGUF, and their headers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from multilora_engine.errors import ConfigError
-from multilora_wire.checkpoint_directory import only_gguf
+from multilora_engine.models.gguf_weights import GGUFWeights
+from multilora_wire.checkpoint_directory import gguf_links, is_gguf, only_gguf
 from multilora_wire.quantized.scheme import StoredTensor
 
 SINGLE_FILE = "model.safetensors"
@@ -28,11 +29,15 @@ class Checkpoint:
     """files: the one file, or those the index names, in order. tensors: the headers' entries, by name."""
 
     def __init__(self, path: Path) -> None:
-        """Reads the headers. Raises ConfigError where files are missing or no safetensors."""
+        """Reads the headers. Raises ConfigError where files are missing, damaged, or of another format."""
         self.path = path
         self.files = checkpoint_files(path)
+        self._gguf = GGUFWeights(path) if is_gguf(path) else None
         self._file_of: dict[str, Path] = {}
         self.tensors: dict[str, StoredTensor] = {}
+        if self._gguf is not None:
+            self.tensors = self._gguf.tensors
+            return
         for file in self.files:
             with opened(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping
@@ -42,9 +47,22 @@ class Checkpoint:
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, read out of its turn."""
+        if self._gguf is not None:
+            return self._gguf.tensor(name)
         with opened(self._file_of[name]) as tensors:
             found: torch.Tensor = tensors.get_tensor(name)
         return found
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor, Path]]:
+        """All tensors with their files, one at a time. A file may have a tensor that another has, too."""
+        if self._gguf is not None:
+            for name in self.tensors:
+                yield name, self._gguf.tensor(name), self._gguf.file_of(name)
+            return
+        for file in self.files:
+            with opened(file) as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                    yield name, tensors.get_tensor(name), file
 
 
 @contextlib.contextmanager
@@ -61,7 +79,9 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def checkpoint_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: the one, or those that the index names, in order. Raises ConfigError."""
+    """The files of a checkpoint's weights: the one, or those that the index names, in order. Raises ConfigError."""
+    if is_gguf(path):
+        return gguf_links(path)
     if (path / SINGLE_FILE).is_file():  # transformers takes it, too, where an older index lies beside it
         return [path / SINGLE_FILE]
     if (path / INDEX_FILE).is_file():

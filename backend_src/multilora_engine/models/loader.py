@@ -1,4 +1,4 @@
-"""Load a Hugging Face checkpoint directory. Only safetensors: they hold numbers and nothing that could run."""
+"""Load a checkpoint directory. Only safetensors and GGUF: they hold numbers and nothing that could run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.models.checkpoint import Checkpoint, opened
+from multilora_engine.models.checkpoint import Checkpoint
 from multilora_engine.models.model import Model
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.quantization.format import weight_format
@@ -38,8 +38,8 @@ def load_model(
     weights = weight_format(checkpoint, placement)
     model = build_model(config, weights, checkpoint.tensors)
     loading = _Loading(model, weights, on_progress)
-    for file in checkpoint.files:
-        loading.read_file(file)
+    for name, tensor, file in checkpoint.read():
+        loading.take(name, tensor, file)
     loading.finish(path)
     check_model(model)
     return model
@@ -72,10 +72,20 @@ class _Loading:
         self._tied_head: torch.Tensor | None = None
         self._is_tied = model.config.tie_word_embeddings and self._embeddings is not None
 
-    def read_file(self, file: Path) -> None:
-        with opened(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                self._take(name, tensors.get_tensor(name), file)
+    def take(self, name: str, tensor: torch.Tensor, file: Path) -> None:
+        """Store one tensor of a file. Raises ConfigError for one that the model does not have so."""
+        if name not in self._expected and self._ignores(name):
+            return
+        if name == f"{self._head}.weight" and self._is_tied:
+            self._tied_head = tensor
+            return
+        if name not in self._expected and self._weights.ignores(name, tensor):
+            return
+        place = self._claim(name, file)
+        _check_tensor(name, tensor, place, file)
+        place.copy_(tensor)
+        if self._on_progress is not None:
+            self._on_progress(len(self._expected) - len(self._waiting), len(self._expected))
 
     def finish(self, path: Path) -> None:
         if self._waiting:
@@ -91,20 +101,6 @@ class _Loading:
         assert self._embeddings is not None
         embeddings = self._embeddings.tensor()
         return torch.equal(head.to(embeddings), embeddings)
-
-    def _take(self, name: str, tensor: torch.Tensor, file: Path) -> None:
-        if name not in self._expected and self._ignores(name):
-            return
-        if name == f"{self._head}.weight" and self._is_tied:
-            self._tied_head = tensor
-            return
-        if name not in self._expected and self._weights.ignores(name, tensor):
-            return
-        place = self._claim(name, file)
-        _check_tensor(name, tensor, place, file)
-        place.copy_(tensor)
-        if self._on_progress is not None:
-            self._on_progress(len(self._expected) - len(self._waiting), len(self._expected))
 
     def _claim(self, name: str, file: Path) -> Destination:
         if name not in self._expected and self._is_tied and name.startswith(f"{self._head}."):

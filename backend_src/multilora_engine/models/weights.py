@@ -90,7 +90,13 @@ class Placement:
         )
 
     def quantized_weight(
-        self, out_features: int, in_features: int, code_type: CodeType, group_size: int, scale_dtype: torch.dtype
+        self,
+        out_features: int,
+        in_features: int,
+        code_type: CodeType,
+        group_size: int,
+        scale_dtype: torch.dtype,
+        zero_dtype: torch.dtype = torch.int8,
     ) -> QuantizedWeight:
         """An uninitialised weight of codes; in memory it lies as `weight`s do."""
         return QuantizedWeight(
@@ -100,6 +106,7 @@ class Placement:
             group_size,
             scale_dtype,
             self.device,
+            zero_dtype=zero_dtype,
             pages=self._pages,
             compute_dtype=self.activation_dtype,
             may_round=self.keeps_float32,

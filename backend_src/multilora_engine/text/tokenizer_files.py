@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as TokenizerBackend
 from tokenizers import models
 
 from multilora_engine.errors import ConfigError
+from multilora_wire.checkpoint_directory import is_gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -102,7 +103,7 @@ def _is_plain(path: Path) -> bool:
     return (
         tokenizer_config.get("tokenizer_class") in _PLAIN_CLASSES
         and "auto_map" not in tokenizer_config
-        and config.get("model_type", _PLAIN_MODEL_TYPES[0]) in _PLAIN_MODEL_TYPES
+        and (is_gguf(path) or config.get("model_type", _PLAIN_MODEL_TYPES[0]) in _PLAIN_MODEL_TYPES)
     )
 
 

@@ -73,7 +73,10 @@ def _print_version(is_wanted: bool) -> None:
 @app.command(cls=_DefaultCommand)
 def serve(
     model: Annotated[
-        str, typer.Option(envvar="MULTILORA_MODEL", metavar="DIR_OR_HF_ID", help="Hugging Face checkpoint to serve.")
+        str,
+        typer.Option(
+            envvar="MULTILORA_MODEL", metavar="DIR_OR_HF_ID", help="Hugging Face checkpoint, or GGUF file, to serve."
+        ),
     ],
     model_repository: Annotated[
         Path | None,

@@ -12,6 +12,7 @@ from typing import Protocol
 from multilora_wire.quantized.adapter_rules import AdapterRules, read_adapter_rules, together
 from multilora_wire.quantized.compressed_config import read_compressed
 from multilora_wire.quantized.fields import Object
+from multilora_wire.quantized.ggml import GGUFCheckpoint
 from multilora_wire.quantized.names import ModuleClass
 from multilora_wire.quantized.packed_layouts import MXFP4Checkpoint, read_awq, read_fp8, read_gptq
 from multilora_wire.quantized.scheme import QuantizationError, Scheme
@@ -48,6 +49,7 @@ _READERS: Mapping[str, Callable[[Object], Schemes]] = {
     "awq": read_awq,
     "fp8": read_fp8,
     "mxfp4": lambda _: MXFP4Checkpoint(),
+    "gguf": lambda _: GGUFCheckpoint(),
 }
 _CONFIG_KEYS = ("quantization_config", "compression_config")
 _OTHER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}

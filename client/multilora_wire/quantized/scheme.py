@@ -41,13 +41,13 @@ class QuantizedRows:
     """W[o, i] = scales[o, i // group_size] * (codes[o, i] - zeros[o, i // group_size]), codes and zeros without a sign.
 
     codes: (first, count) -> the rows first .. first + count, [count, in_features] uint8; of "fp8" the bytes of
-    float8_e4m3fn. scales: [out_features, groups]; bfloat16 as uint16. zeros: [out_features, groups] uint8; None for
-    "fp8". With an input order i counts the inputs in this order.
+    float8_e4m3fn. scales: [out_features, groups]; bfloat16 as uint16. zeros: [out_features, groups] uint8, or float64
+    of a scheme with `has_float_zeros`; None for "fp8". With an input order i counts the inputs in this order.
     """
 
     codes: Callable[[int, int], npt.NDArray[np.uint8]]
     scales: Array
-    zeros: npt.NDArray[np.uint8] | None
+    zeros: npt.NDArray[np.uint8] | npt.NDArray[np.float64] | None
 
 
 class Scheme(Protocol):
@@ -63,8 +63,8 @@ class Scheme(Protocol):
     def group_size(self) -> int | None: ...
 
     @property
-    def scale_name(self) -> str:
-        """The tensor whose type is that of the scales."""
+    def scale_name(self) -> str | None:
+        """The tensor whose type is that of the scales; None where they lie among the codes (`GGMLBlocks`)."""
         ...
 
     @property

@@ -80,7 +80,8 @@ class ExpertLinear {
     task.panels = static_cast<const char*>(task.panels) + expert * panel_bytes_;
     task.scaling.scales = static_cast<const char*>(task.scaling.scales) + expert * scale_bytes_;
     if (task.scaling.zeros) {
-      task.scaling.zeros += expert * num_zeros_;
+      const int64_t zero_bytes = task.scaling.has_float_zeros ? sizeof(float) : sizeof(int8_t);
+      task.scaling.zeros = static_cast<const char*>(task.scaling.zeros) + expert * num_zeros_ * zero_bytes;
     }
     return task;
   }

@@ -48,12 +48,14 @@ void copy_embeddings(const Tensor& token_ids, int64_t num_embeddings, const Pane
   const Scaling& scaling = *panels.scaling;
   const int64_t width = panel_width(panels), groups = scaling.scales.size(1);
   const Scale* scales = scaling.scales.data<Scale>();
-  const int8_t* zeros = scaling.zeros.is_defined() ? scaling.zeros.data<int8_t>() : nullptr;
+  const GroupScaling of_groups = group_scaling_of(scaling);
+  const auto* zeros = static_cast<const int8_t*>(of_groups.zeros);
+  const auto* float_zeros = static_cast<const float*>(of_groups.zeros);
   float* out = rows.data<float>();
   for_each_token(token_ids, num_embeddings, panels, [&](int64_t token, int64_t panel, int64_t output) {
     for (int64_t k = 0; k < scaling.in_features; ++k) {
       const int64_t group = (panel * groups + k / scaling.group_size) * width + output;
-      const float zero = zeros ? zeros[group] : 0;
+      const float zero = !zeros ? 0 : of_groups.has_float_zeros ? float_zeros[group] : zeros[group];
       out[token * scaling.in_features + k] = (code(panel, k, output) - zero) * to_float(scales[group]);
     }
   });
@@ -101,7 +103,8 @@ void check_codes(const Panels& panels) {
   check_groups(scales, "scales", panels);
   if (zeros.is_defined()) {
     check_groups(zeros, "zeros", panels);
-    MULTILORA_CHECK(zeros.dtype() == DType::int8 && type != DType::float8_e4m3fn, "zeros are int8, of integers, not ",
+    const bool are_numbers = zeros.dtype() == DType::int8 || zeros.dtype() == DType::float32;
+    MULTILORA_CHECK(are_numbers && type != DType::float8_e4m3fn, "zeros are int8 or float32, of integers, not ",
                     name_of(zeros.dtype()), " of ", name_of(type));
   }
 }
@@ -119,12 +122,15 @@ GroupScaling group_scaling_of(const Scaling& scaling) {
         MULTILORA_CHECK(false, "scales are float32, bfloat16 or float16, not ", name_of(scaling.scales.dtype()));
     }
   }();
-  return {scaling.scales.data(), type, scaling.zeros.is_defined() ? scaling.zeros.data<int8_t>() : nullptr, scaling.group_size};
+  const bool has_zeros = scaling.zeros.is_defined();
+  const bool has_float_zeros = has_zeros && scaling.zeros.dtype() == DType::float32;
+  return {scaling.scales.data(), type, has_zeros ? scaling.zeros.data() : nullptr, has_float_zeros, scaling.group_size};
 }
 
 LinearKernel quantized_kernel_of(const Panels& panels) {
   const QuantizedKernels& kernels = capability().quantized;
-  const bool has_float32 = panels.scaling->scales.dtype() == DType::float32;
+  const auto is_float32 = [](const Tensor& tensor) { return tensor.is_defined() && tensor.dtype() == DType::float32; };
+  const bool has_float32 = is_float32(panels.scaling->scales) || is_float32(panels.scaling->zeros);
   switch (panels.data.dtype()) {
     case DType::int32:
       return has_float32 ? kernels.int4_with_float32 : kernels.int4;

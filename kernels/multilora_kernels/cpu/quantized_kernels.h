@@ -105,7 +105,7 @@ struct GroupNumbers {
       scale = Vec::mul(scale, Vec::broadcast(Codes::kScale));
     }
     if constexpr (Codes::kHasZeros) {
-      zero = scaling.zeros ? Vec::load(scaling.zeros + place) : Vec::zero();
+      zero = zero_at(scaling, place);
       if constexpr (kHasExactProducts) {
         zero = Vec::sub(Vec::zero(), Vec::mul(zero, scale));
       }
@@ -129,6 +129,14 @@ struct GroupNumbers {
   }
 
  private:
+  static MULTILORA_INLINE F zero_at(const GroupScaling& scaling, int64_t place) {
+    if (!scaling.zeros) {
+      return Vec::zero();
+    }
+    return scaling.has_float_zeros ? Vec::load(static_cast<const float*>(scaling.zeros) + place)
+                                   : Vec::load(static_cast<const int8_t*>(scaling.zeros) + place);
+  }
+
   static MULTILORA_INLINE F scale_at(const GroupScaling& scaling, int64_t place) {
     switch (scaling.type) {
       case ScaleType::bfloat16:

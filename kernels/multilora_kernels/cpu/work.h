@@ -59,7 +59,8 @@ enum class ScaleType { float32, bfloat16, float16 };
 struct GroupScaling {
   const void* scales;  // of `type`, [panels, groups, kPanelVectors, outputs of a vector]
   ScaleType type;
-  const int8_t* zeros;  // as scales, less by half of the range of codes; null if all are zero
+  const void* zeros;  // as scales, less by half of the range of codes; int8, or float if has_float_zeros; null if all are zero
+  bool has_float_zeros;
   int64_t group_size;
 };
 

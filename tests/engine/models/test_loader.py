@@ -279,7 +279,7 @@ def test_a_checkpoint_with_only_pickle_files_is_refused_and_never_opened(checkpo
 def test_a_directory_with_only_gguf_is_refused_with_a_way_out(checkpoint: Path) -> None:
     (checkpoint / WEIGHTS).rename(checkpoint / "model-Q4_K_M.gguf")
     with pytest.raises(
-        ConfigError, match=r"no model\.safetensors: .*model-Q4_K_M\.gguf is GGUF, which is not served; quantise"
+        ConfigError, match=r"no model\.safetensors: .*model-Q4_K_M\.gguf is GGUF, which multilora-serve"
     ):
         load(checkpoint)
 

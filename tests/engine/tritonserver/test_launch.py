@@ -158,7 +158,7 @@ def probe(*arguments: str) -> subprocess.CompletedProcess[str]:
             ["--model=/nowhere"],
             "error: /nowhere is not there; give the directory of a Hugging Face checkpoint, or a hub id (owner/name)",
         ),
-        (["--model=/nowhere/Q4.gguf"], "error: /nowhere/Q4.gguf is GGUF, which is not served; quantise the original"),
+        (["--model=/nowhere/Q4.gguf"], "error: cannot read /nowhere/Q4.gguf: [Errno 2] No such file"),
         ([OURS, "--set", "tokenizer_path=/mödel"], "error: /mödel: Triton's Python backend opens only paths of ASCII"),
         ([OURS, "--set", "api_keys_file=/schlüssel"], "error: /schlüssel: Triton's Python backend opens only paths"),
         ([OURS, "--set", "max_num_seqs=none"], "error: parameter max_num_seqs='none': write a whole number"),

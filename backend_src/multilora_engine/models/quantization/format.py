@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,13 +14,14 @@ import torch
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.checkpoint import Checkpoint
 from multilora_engine.models.quantization.part import SCALE_DTYPES, PartFilling, QuantizedPart, as_array
-from multilora_engine.models.quantization.weights import CodedExperts, CodedWeight, StackedWeight
+from multilora_engine.models.quantization.weights import CodedExperts, CodedWeight, DequantizedWeight, StackedWeight
 from multilora_engine.models.weights import (
     Destination,
     EmbeddingWeight,
     ExpertStack,
     ExpertWeights,
     FloatFormat,
+    FloatWeight,
     LinearWeight,
     Placement,
     SplitPlace,
@@ -33,6 +34,7 @@ from multilora_kernels import PackedExperts
 from multilora_kernels.interpreter import has_gpu_operators
 from multilora_kernels.quantized import QuantizedWeight
 from multilora_wire.module_names import FUSED_NAMES
+from multilora_wire.quantized.ggml import GGMLBlocks, with_one_layout
 from multilora_wire.quantized.names import ModuleClass
 from multilora_wire.quantized.quantization import Quantization, read_quantization
 from multilora_wire.quantized.scheme import (
@@ -68,7 +70,9 @@ class CheckpointFormat:
         coded = [self._coded(part, in_features, "Linear") for part in parts]
         if all(part is None for part in coded):
             return self._floats.linear(parts, in_features)
-        known = [part for part in coded if part is not None]
+        known = _with_one_layout([part for part in coded if part is not None])
+        if len(known) == len(parts) and self._are_floats_here(known):
+            return DequantizedWeight(self._floats.linear(parts, in_features).weight, parts, known)
         if len(known) == len(parts) and all(_lie_together(*pair) for pair in itertools.pairwise(known)):
             return self._weight(known)
         alone = [replace(part, first=0) for part in parts]
@@ -176,12 +180,10 @@ class CheckpointFormat:
         return [[coded(expert, part) for part in linears] for expert, linears in enumerate(parts)]
 
     def head(self, part: StoredPart, in_features: int) -> EmbeddingWeight:
-        coded = self._coded(part, in_features, _module_class(part))
-        return self._floats.head(part, in_features) if coded is None else self._weight([coded])
+        return self._outer(part, in_features, self._floats.head)
 
     def embeddings(self, part: StoredPart, in_features: int) -> EmbeddingWeight:
-        coded = self._coded(part, in_features, _module_class(part))
-        return self._floats.embeddings(part, in_features) if coded is None else self._weight([coded])
+        return self._outer(part, in_features, self._floats.embeddings)
 
     def ignores(self, name: str, tensor: torch.Tensor) -> bool:
         # Old versions of AutoGPTQ store a bias of zeros for every linear.
@@ -192,6 +194,21 @@ class CheckpointFormat:
     def _floats(self) -> FloatFormat:
         return FloatFormat(self.placement, self.checkpoint.tensors)
 
+    def _outer(
+        self, part: StoredPart, in_features: int, make_floats: Callable[[StoredPart, int], FloatWeight]
+    ) -> EmbeddingWeight:
+        coded = self._coded(part, in_features, _module_class(part))
+        if coded is None:
+            return make_floats(part, in_features)
+        if self._are_floats_here([coded]):
+            return DequantizedWeight(make_floats(part, in_features).weight, [part], [coded])
+        return self._weight([coded])
+
+    def _are_floats_here(self, parts: Sequence[QuantizedPart]) -> bool:
+        """Whether the device has no operators for the codes of parts."""
+        has_minimums = any(part.layout.zero_dtype == torch.float32 for part in parts)
+        return has_minimums and has_gpu_operators(self.placement.device)
+
     def _weight(self, parts: Sequence[QuantizedPart]) -> CodedWeight:
         """One weight for parts that lie together."""
         layout, order = parts[0].layout, parts[0].order
@@ -201,6 +218,7 @@ class CheckpointFormat:
             layout.code_type,
             layout.group_size,
             layout.scale_dtype,
+            layout.zero_dtype,
         )
         first = parts[0].stored.first
         return CodedWeight(
@@ -290,7 +308,19 @@ def _kind(part: QuantizedPart | None) -> str:
 
 
 def _scale_dtype(scheme: Scheme, tensors: Mapping[str, StoredTensor]) -> torch.dtype:
-    return SCALE_DTYPES[tensors[scheme.scale_name].dtype]
+    stored = scheme.scale_dtype if isinstance(scheme, GGMLBlocks) else tensors[scheme.scale_name or ""].dtype
+    return SCALE_DTYPES[stored]
+
+
+def _with_one_layout(parts: list[QuantizedPart]) -> list[QuantizedPart]:
+    """The parts in a layout that all of them can have; as they are, where there is none."""
+    schemes = with_one_layout([part.scheme for part in parts])
+    if schemes is None:
+        return parts
+    return [
+        replace(part, scheme=scheme, scale_dtype=SCALE_DTYPES[scheme.scale_dtype])
+        for part, scheme in zip(parts, schemes, strict=True)
+    ]
 
 
 def _lie_together(one: QuantizedPart, other: QuantizedPart) -> bool:

@@ -10,6 +10,7 @@ import torch
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.weights import StoredPart
 from multilora_kernels.quantized import CodeType, QuantizedWeight
+from multilora_wire.quantized.ggml import GGMLBlocks
 from multilora_wire.quantized.scheme import Array, QuantizationError, Scheme, StoredTensor, check_scales, groups_of
 
 STORED_DTYPES = {
@@ -55,10 +56,12 @@ class Layout:
     code_type: CodeType
     group_size: int
     scale_dtype: torch.dtype
+    zero_dtype: torch.dtype = torch.int8
 
     @property
     def words(self) -> str:
-        return f"{self.code_type.value} in groups of {self.group_size}"
+        minimums = "" if self.zero_dtype == torch.int8 else ", with minimums"
+        return f"{self.code_type.value} in groups of {self.group_size}{minimums}"
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,9 @@ class QuantizedPart:
     @property
     def layout(self) -> Layout:
         size, _ = groups_of(self.in_features, self.scheme.group_size)
-        return Layout(CodeType(self.scheme.code_name), size, self.scale_dtype)
+        has_float_zeros = isinstance(self.scheme, GGMLBlocks) and self.scheme.has_float_zeros
+        zero_dtype = torch.float32 if has_float_zeros else torch.int8
+        return Layout(CodeType(self.scheme.code_name), size, self.scale_dtype, zero_dtype)
 
 
 @dataclass
@@ -116,7 +121,8 @@ class PartFilling:
 
     def _write(self, arrays: dict[str, Array]) -> None:
         part, scheme = self.part, self.part.scheme
-        check_scales(scheme.scale_name, arrays[scheme.scale_name])
+        if scheme.scale_name is not None:
+            check_scales(scheme.scale_name, arrays[scheme.scale_name])
         rows = scheme.rows((part.stored.count, part.in_features), arrays, part.order)
         step = max(_ROW_MULTIPLE, _VALUES_PER_TILE // part.in_features // _ROW_MULTIPLE * _ROW_MULTIPLE)
         for begin in range(0, part.stored.count, step):

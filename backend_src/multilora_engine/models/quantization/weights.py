@@ -9,10 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from multilora_engine.batch.forward_batch import LoRABatch
-from multilora_engine.models.quantization.part import Layout, PartFilling
-from multilora_engine.models.weights import Destination, LinearWeight, WeightSwitch
+from multilora_engine.models.quantization.part import Layout, PartFilling, QuantizedPart
+from multilora_engine.models.weights import Destination, FloatWeight, LinearWeight, WeightSwitch
 from multilora_kernels import PackedExperts, PackedWeight, lora_apply, lora_linear, packed_linear
 from multilora_kernels.quantized import QuantizedWeight, quantized_embedding, quantized_linear, quantized_lora_linear
+from multilora_wire.gguf.blocks import TYPES, dequantize
+from multilora_wire.quantized.ggml import GGMLBlocks
+from multilora_wire.quantized.scheme import StoredTensor
 
 
 @dataclass
@@ -82,6 +85,44 @@ class CodedWeight:
 
     def _ordered(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.order is None else x.index_select(1, self.order)
+
+
+@dataclass(frozen=True)
+class DequantizedWeight(FloatWeight):
+    """Linears of a GGUF file that are stored as floats here. coded: how the file has them."""
+
+    coded: Sequence[QuantizedPart]
+
+    def checkpoint_tensors(self) -> dict[str, Destination]:
+        return {
+            f"{part.stored.name}.{suffix}": BlockRows(self.weight, part.stored.first, part.scheme.type_name, stored)
+            for part in self.coded
+            if isinstance(part.scheme, GGMLBlocks)
+            for suffix, stored in part.tensors.items()
+        }
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """The rows of a weight of floats from `first` on, whose tensor `stored` in the file is blocks of a type of ggml."""
+
+    weight: PackedWeight
+    first: int
+    type_name: str
+    stored: StoredTensor
+    dtypes: frozenset[torch.dtype] = frozenset({torch.uint8})
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.stored.shape)
+
+    def copy_(self, values: torch.Tensor, /) -> None:
+        for begin in range(0, len(values), _ROWS_AT_ONCE):
+            rows = dequantize(TYPES[self.type_name], values[begin : begin + _ROWS_AT_ONCE].numpy())
+            self.weight.copy_rows(self.first + begin, torch.from_numpy(rows))
+
+
+_ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
