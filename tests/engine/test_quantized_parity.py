@@ -356,6 +356,7 @@ def test_tokens_of_mixtures_are_those_of_merged_adapters_over_the_dequantised_we
 ) -> None:
     oracle = MixtureOracle(save_mixture(name, tmp_path), tmp_path)
     oracle.add_random("attention", 3, ATTENTION, seed=1)
+    oracle.add_random("DoRA", 2, ["k_proj", "o_proj"], seed=2, use_dora=True)
     add_expert_adapters(oracle)
     options = {"max_num_batched_tokens": 40, "max_num_seqs": NUM_PROMPTS, "num_threads": 1}
     engine = make_engine(oracle, tmp_path / "checkpoint", default_model_dir, **options)

@@ -113,7 +113,7 @@ class UnpackedWeights:
                 raise InvalidRequest(
                     f"no quantised weight of the model is named {pattern[:200]!r}; one is {next(iter(self._places))}"
                     if self._places
-                    else "the model has no quantised weights"
+                    else "the model has no quantised weights, or only those of experts, which stay codes"
                 )
             found.update(self._places[name] for name in names)
         return [self._switches[place] for place in sorted(found)]
