@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -72,6 +73,14 @@ class TableRows:
 
     def check_integrity(self, used: Iterable[int]) -> None:
         assert sorted([*used, *self._free]) == list(range(self.count)), "a lora_index is lost or shared"
+
+
+def _runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Pages that follow each other in both tiers, together: each copy takes the engine's thread microseconds."""
+    breaks = np.flatnonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)) + 1
+    for start, stop in pairwise([0, *breaks.tolist(), len(sources)]):
+        source, target = sources[start], targets[start]
+        yield slice(source, source + stop - start), slice(target, target + stop - start)
 
 
 class IdleAdapters:
@@ -365,7 +374,11 @@ class DeviceTier:
         """Whether a copy to pages that are free is under way, or over."""
         pages = self._pool.allocate(adapter.shape)
         try:
-            copy = self._copy_pages(self._host_pool.views(adapter.pages), self._pool.views(pages))
+            runs = list(_runs(adapter.pages, pages))
+            copy = self._copy_pages(
+                [self._host_pool.storage[source] for source, _ in runs],
+                [self._pool.storage[target] for _, target in runs],
+            )
         except RuntimeError as error:
             self._pool.free(pages)
             self._note_failure(adapter, error)

@@ -21,7 +21,7 @@ class PageCopy(Protocol):
 
 
 CopyPages = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], PageCopy]
-"""Starts to copy pages of the host to as many of the device. Raises RuntimeError if it cannot.
+"""Starts to copy pages, or runs of pages, of the host to as many of the device. Raises RuntimeError if it cannot.
 
 Copies end in the order in which they began, and however a copy ends, a later copy to the same pages comes after it.
 """
@@ -72,7 +72,7 @@ class _EndedCopy:
 
 @dataclass(frozen=True)
 class _StreamCopy:
-    """Events recorded on the stream before the first page and behind the last."""
+    """Events recorded on the stream before the first page and after the last."""
 
     started: torch.cuda.Event
     ended: torch.cuda.Event

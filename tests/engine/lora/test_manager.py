@@ -42,7 +42,7 @@ from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.life_cycle import OnEvent, ignore_event
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId, TenantTaskId, label_of, scoped_task_id
-from multilora_engine.lora.page_copies import CopyPages, PageCopy
+from multilora_engine.lora.page_copies import CopyPages, PageCopy, copy_at_once
 from multilora_wire.adapter_event import AdapterEvent
 from multilora_wire.adapter_info import AdapterInfo
 from multilora_wire.layout import AdapterLayout, PageShape
@@ -1280,3 +1280,26 @@ def test_a_large_adapter_is_copied_beside_the_steps_and_waits_for_that(monkeypat
     assert gone.state.memory is Memory.GONE
     assert manager.host.pool.num_free == 16 - len(arriving.pages)
     manager.close()
+
+
+@pytest.mark.parametrize(("taken", "expected"), [((), [3]), ((1,), [1, 2]), ((0, 2), [1, 2])])
+def test_pages_that_follow_each_other_in_both_tiers_are_one_copy(taken: tuple[int, ...], expected: list[int]) -> None:
+    """taken: pages of the device that others have."""
+    lengths: list[int] = []
+
+    def copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> PageCopy:
+        lengths.extend(len(source) for source in sources)
+        return copy_at_once(sources, targets)
+
+    manager = build_manager(8, 8, "refuse", copy_pages=copy)
+    wire = wire_adapter(TINY, [(m, layer, 16) for layer in range(3) for m in (1, 4, 6)])
+    packed = pack_adapter(wire.weights, wire.config, TINY)
+    assert packed.num_pages == 3
+    pool = manager.device._pool
+    pool.allocate(PageShape(8))
+    pool.free([page for page in range(8) if page not in taken])
+    adapter = manager.put(1, packed)
+    manager.pin(1)
+    assert manager.memory.acquire(adapter)
+    assert_tables_hold(manager, adapter, wire)
+    assert sorted(lengths) == expected
