@@ -53,6 +53,7 @@ from transformers import (
 
 from multilora_wire import peft_files
 from multilora_wire.adapter_origin import WrongBaseModel
+from multilora_wire.config_sites import config_sites
 from multilora_wire.module_names import MOE_ROUTER, SHARED_4H_TO_H, SHARED_EXPERT_GATE, SHARED_H_TO_4H, SHARED_UP
 from multilora_wire.peft_config import PeftError
 from multilora_wire.peft_files import LinearReader, PeftAdapter, open_peft_directory, read_peft
@@ -61,11 +62,6 @@ from multilora_wire.sites import (
     PLAIN_EXPERTS,
     ExpertsForm,
     ModelSites,
-    attention_shapes,
-    expert_shapes,
-    mlp_shapes,
-    model_sites,
-    shared_expert_shapes,
 )
 from multilora_wire.tensor_file import MemoryBytes
 
@@ -567,26 +563,20 @@ def base_model(kind: str) -> tuple[PreTrainedModel, ModelSites]:
         "num_hidden_layers": 2,
         "num_experts_per_tok": 2,
     }
-    attention, experts = attention_shapes(32, 40, 20), expert_shapes(32, 12, 4)
-    sparse, form = [*attention, *experts], PLAIN_EXPERTS
-    first = sparse
     match kind:
         case "qwen3":
             sizes = {"intermediate_size": 44, "moe_intermediate_size": 12, "num_experts": 4, "head_dim": 10}
             model: PreTrainedModel = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **sizes, mlp_only_layers=[0]))
-            first = [*attention, *mlp_shapes(32, 44)]
         case "qwen2":
             sizes = {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 28, "num_experts": 4}
             model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**common, **sizes))
-            first = sparse = [*attention_shapes(32, 32, 16), *experts, *shared_expert_shapes(32, 28)]
         case "mixtral":
             model = MixtralForCausalLM(MixtralConfig(**common, intermediate_size=12, num_local_experts=4))
         case _:
             size = 32 if kind == "square gpt-oss" else 12
             config = GptOssConfig(**common, intermediate_size=size, num_local_experts=4, head_dim=10)
-            model, form = GptOssForCausalLM(config), GPT_OSS_EXPERTS
-            first = sparse = [*attention, *expert_shapes(32, size, 4)]
-    return model, model_sites([first, sparse], 32, experts_form=form)
+            model = GptOssForCausalLM(config)
+    return model, config_sites(model.config.to_dict())
 
 
 def deltas(factors: Factors, layer: int, form: ExpertsForm) -> dict[str, Array]:
