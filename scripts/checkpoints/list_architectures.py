@@ -51,7 +51,8 @@ def rows_of(fates: Mapping[str, str]) -> list[tuple[str, str]]:
     of_fate = defaultdict(list)
     for model_type, name in architectures().items():
         of_fate[fates[model_type]].append(name.removesuffix("ForCausalLM"))
-    return [(text, ", ".join(sorted(set(names)))) for text, names in of_fate.items()]
+    order = sorted(of_fate, key=lambda text: (text != OWN, text != GENERAL, text))
+    return [(text, ", ".join(sorted(set(of_fate[text])))) for text in order]
 
 
 def main(docs: Annotated[bool, typer.Option(help="Write the table into docs/models.md.")] = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,19 @@ SHORT = ("gpt2", "gpt_neox", "phi", "stablelm", "opt", "gemma")
 """Transposed and fused linears, learned positions, biases, parallel layers, partly turned heads, scaled embeddings."""
 
 
-@pytest.mark.parametrize("model_type", SHORT)
+LONG = (
+    *("apertus", "arcee", "bert", "bert-generation", "biogpt", "bitnet", "cohere", "cohere_compass_text"),
+    *("ctrl", "cwm", "electra", "ernie", "ernie4_5", "exaone4", "gpt_bigcode", "granite_swa"),
+    *("helium", "hunyuan_v1_dense", "hyperclovax", "jais2", "ministral", "ministral3", "modernbert-decoder"),
+    *("nanochat", "nemotron", "olmo", "olmo3", "persimmon", "roc_bert", "seed_oss", "vaultgemma"),
+    *("llama", "qwen2", "gemma3_text", "phi3"),
+)
+"""All others without layers of the engine's own, and some with them."""
+
+
+@pytest.mark.parametrize(
+    "model_type", [*SHORT, *(pytest.param(name, marks=pytest.mark.long(reason="2 s each")) for name in LONG)]
+)
 def test_decoders_of_transformers_answer_as_peft_does_through_chunks_preemption_and_reused_prefixes(
     model_type: str, tmp_path: Path, default_model_dir: Path
 ) -> None:
@@ -48,6 +61,6 @@ def save_with_adapters(model_type: str, directory: Path) -> tuple[Oracle, Path]:
 
 
 def linears_of_layers(model: torch.nn.Module) -> list[str]:
-    """The last parts of the names of all linears in layers, in order."""
+    """The names of all linears in layers, without the layer, in order."""
     names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)]
-    return list(dict.fromkeys(name.rpartition(".")[2] for name in names if ".0." in name))
+    return list(dict.fromkeys(place[1] for name in names if (place := re.search(r"\.\d+\.(.+)", name))))

@@ -43,6 +43,7 @@ EXPERTS = "it is a mixture of experts, and only those with layers of the engine'
 SHARED_KEYS = "its layers share keys and values"
 ROPE_OF_THE_BATCH = "its rotary embeddings change with the longest sequence of a batch"
 OTHER_ENDS = "its embeddings and head are no plain matrices of one vocabulary"
+OTHER_POSITIONS = "its positions begin after that of its padding"
 NO_LENGTH = "its config has no length of the longest sequence"
 
 
@@ -114,10 +115,16 @@ def _check_tree(tree: PreTrainedModel) -> None:
         if parameter.dim() > 2 and any(word in name for word in ("expert", "moe"))
     ]
     convolutions = [name for name, module in tree.named_modules() if isinstance(module, torch.nn.Conv1d)]
+    padded = [
+        name
+        for name, module in tree.named_modules()
+        if isinstance(module, torch.nn.Embedding) and "position" in name and module.padding_idx is not None
+    ]
     embeddings, head = tree.get_input_embeddings(), tree.get_output_embeddings()
     tied = sorted(set(tree.all_tied_weights_keys) - {f"{_name_of(tree, head)}.weight"})
     for is_refused, reason, detail in (
         (bool(convolutions), NOT_BY_TOKEN, convolutions[:1]),
+        (bool(padded), OTHER_POSITIONS, padded[:1]),
         (not tree._can_set_attn_implementation(), NO_INTERFACE, ""),
         (bool(stacked), EXPERTS, stacked[:1]),
         (bool(tied), OTHER_ENDS, f"{tied[:1]} are tied"),
