@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +21,12 @@ from training.sample_adapters import ADAPTERS_DIRECTORY
 TIMEOUT_S = 300.0
 """The limit for one program."""
 
-PARAMETERS = {"kv_cache_memory_bytes": "512MiB", "max_num_seqs": "16", "lora_cache_host_memory_bytes": "512MiB"}
+PARAMETERS = {
+    "kv_cache_memory_bytes": "512MiB",
+    "max_num_seqs": "16",
+    "lora_cache_host_memory_bytes": "512MiB",
+    "lora_sources": json.dumps([{"source": "directory", "root": str(ADAPTERS_DIRECTORY)}]),
+}
 ROW = ClientProgram("ask.py", "v1", "streamed", "asker-v1", ("{python}", "{folder}/ask.py", "{http}", "a b"), "Par.s")
 
 
@@ -30,7 +36,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory, default_model_dir: Path) ->
     return {**write_inputs(scratch, default_model_dir), "scratch": str(scratch)}
 
 
-@pytest.fixture(scope="module", params=[UpstreamModels.DECOUPLED, UpstreamModels.UNARY], ids=str)
+@pytest.fixture(scope="module", params=list(UpstreamModels)[1:], ids=str)
 def served(request: pytest.FixtureRequest, default_model_dir: Path) -> Iterator[tuple[UpstreamModels, dict[str, str]]]:
     """A server with upstream's models of each kind in turn, and its places."""
     with started_server(default_model_dir, upstream_models=request.param, overrides=PARAMETERS) as server:

@@ -128,7 +128,7 @@ def lora(stage: Stage, name: str, task_id: int) -> dict[str, np.ndarray]:
     return {"lora_id": np.array([task_id], np.uint64), "lora_name": text(name), "lora_path": text(path)}
 
 
-@row("llmapi", "the README's requests: prompt and answer in one text of shape [1], 32 tokens unless asked; no batch")
+@row("llmapi", "the README's requests: prompt and answer in one text, 32 tokens unless asked")
 def test_llmapi_answers_by_http_and_grpc(llmapi: Stage) -> None:
     answer = llmapi.answer(None)
     body = llmapi.generate(sampling_param_max_tokens=NUM_TOKENS).json()
@@ -139,7 +139,7 @@ def test_llmapi_answers_by_http_and_grpc(llmapi: Stage) -> None:
     assert text_of(llmapi.infer(sampling_param_max_tokens=integer(NUM_TOKENS))) == PROMPT + answer
 
 
-@row("llmapi", "reasons, cumulative_logprob and performance metrics are strings, and are sent if asked for")
+@row("llmapi", "reasons, log-probs and metrics are strings")
 def test_llmapi_tells_strings(llmapi: Stage) -> None:
     asked = {"return_finish_reason": True, "return_stop_reason": True, "return_cumulative_logprob": True}
     body = llmapi.generate(sampling_param_max_tokens=4, sampling_param_return_perf_metrics=True, **asked).json()
@@ -156,7 +156,7 @@ def test_llmapi_tells_strings(llmapi: Stage) -> None:
     assert body["text_output"] == PROMPT + llmapi.answer(None, 32).partition(stop)[0]
 
 
-@row("llmapi", "an adapter by lora_id, lora_name and lora_path, a directory inside lora_sources; never another one")
+@row("llmapi", "an adapter by lora_id, lora_name and lora_path inside lora_sources")
 def test_llmapi_adapters(llmapi: Stage) -> None:
     for _ in range(2):
         result = llmapi.infer(**lora(llmapi, "pirate", 7), sampling_param_max_tokens=integer(NUM_TOKENS))
@@ -172,7 +172,7 @@ def test_llmapi_adapters(llmapi: Stage) -> None:
         llmapi.infer(**only_id)
 
 
-@row("llmapi", "a stop request gets CANCELLED, whether its original is there or not; the original gets it, too")
+@row("llmapi", "a stop request and its original get CANCELLED")
 def test_llmapi_stops(llmapi: Stage) -> None:
     stop = {"text_input": np.empty([1], np.bytes_), "stop": flag()}
     with pytest.raises(InferenceServerException) as caught:
@@ -187,7 +187,7 @@ def test_llmapi_stops(llmapi: Stage) -> None:
         assert ended.get(timeout=TIMEOUT_S).status() == "StatusCode.CANCELLED"
 
 
-@row("llmapi", "requests of other protocols, and streams of a model that is not decoupled", "refused")
+@row("llmapi", "requests of other protocols", "refused")
 def test_llmapi_refuses_other_protocols(llmapi: Stage) -> None:
     for body, reason in (
         ({"max_tokens": 5}, "which has it as sampling_param_max_tokens"),
@@ -202,7 +202,7 @@ def test_llmapi_refuses_other_protocols(llmapi: Stage) -> None:
 
 
 @pytest.mark.long(reason="it has a server of its own")
-@row("llmapi", "decoupled: each response of a stream repeats the whole text so far")
+@row("llmapi", "each response of a stream repeats the text so far")
 def test_llmapi_streams(llmapi_streams: Stage) -> None:
     asked = {"streaming": flag(), "sampling_param_max_tokens": integer(NUM_TOKENS), **lora(llmapi_streams, "pirate", 7)}
     texts = [text_of(result) for result in llmapi_streams.stream(**asked)]
@@ -218,7 +218,7 @@ def test_llmapi_streams(llmapi_streams: Stage) -> None:
 GREEDY = {"temperature": "0", "max_tokens": str(NUM_TOKENS)}
 
 
-@row("vllm", "the README's request: whole answers after the prompt as it was sent, unless it is excluded")
+@row("vllm", "the README's request: the answer after the prompt")
 def test_vllm_answers(vllm: Stage) -> None:
     answer = vllm.answer(None, 16)
     body = vllm.generate(parameters={"stream": False, "temperature": 0}).json()
@@ -230,7 +230,7 @@ def test_vllm_answers(vllm: Stage) -> None:
     assert text_of(excluded) == vllm.answer(None)
 
 
-@row("vllm", "sampling_parameters as JSON in a tensor, or parameters of the request; values may be strings; lora_name")
+@row("vllm", "sampling parameters, lora_name too, in a tensor or as parameters, also as strings")
 def test_vllm_adapters(vllm: Stage) -> None:
     for name in ("pirate", "parrot"):
         sampling = GREEDY | {"lora_name": name}
@@ -242,7 +242,7 @@ def test_vllm_adapters(vllm: Stage) -> None:
         vllm.stream(GREEDY | {"lora_name": "nobody"})
 
 
-@row("vllm", "streams of new text only; return_finish_reason, return_logprobs, return_cumulative_logprob, return_num_*")
+@row("vllm", "streams of new text only; all return_ inputs")
 def test_vllm_streams(vllm: Stage) -> None:
     flags = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
     sampling = {"sampling_parameters": text(json.dumps(GREEDY | {"logprobs": 2}))}
@@ -261,7 +261,7 @@ def test_vllm_streams(vllm: Stage) -> None:
     assert sums == sorted(sums, reverse=True)
 
 
-@row("vllm", "sampling parameters that are unknown or cannot be kept, images, embeddings, other protocols", "refused")
+@row("vllm", "unknown sampling parameters, images, embeddings, other protocols", "refused")
 def test_vllm_refuses_by_name(vllm: Stage) -> None:
     for body, reason in (
         ({"parameters": {"top_a": 0.5}}, "top_a is not a sampling parameter"),

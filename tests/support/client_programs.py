@@ -1,9 +1,10 @@
-"""The clients of TensorRT-LLM's Triton backend and Triton's OpenAI front end, as their authors ship them.
+"""The clients of TensorRT-LLM's and vLLM's Triton backends and Triton's OpenAI front end, as their authors ship them.
 
 Each row is a program in one use of it, which has to work here; `scripts/conformance --clients DIR` runs them.
-DIR has the folders tensorrtllm_backend-v0.8.0, -v0.12.0 and -v0.18.2, checkouts of those tags, and TensorRT-LLM with
-examples/hf_lora_convert.py. A row is run by the command `argv` (`env NAME=VALUE ...` for variables), in which these
-names stand for values of a run:
+DIR has the folders tensorrtllm_backend-v0.8.0, -v0.12.0, -v0.18.2 and -v0.19.0, checkouts of those tags, vllm_backend,
+and TensorRT-LLM with examples/hf_lora_convert.py and triton_backend/tools/llmapi_client.py.
+A row is run by the command `argv` (`env NAME=VALUE ...` for variables), in which these names stand for
+values of a run:
 
     {python}   an interpreter that has tritonclient and transformers
     {folder}   DIR/<folder>
@@ -373,6 +374,87 @@ _TEST_OUTCOMES: Mapping[str, Mapping[str, Any]] = {
     "v0.18.2": {"shows": r"(?s)Functionality test succeed.*Total Latency", "served": _UNARY},
 }
 
+
+def _llmapi_rows() -> list[ClientProgram]:
+    unary, stream = UpstreamModels.LLMAPI, UpstreamModels.LLMAPI_DECOUPLED
+    tools, version = "tools/inflight_batcher_llm", "v0.19.0"
+    dataset = "{folder}/ci/L0_backend_trtllm/simple_data.json"
+    tested = f"--max-input-len 500 --dataset {dataset} --test-llmapi --model-name tensorrt_llm"
+    asked = "--output-config \"{'return_finish_reason': True, 'return_stop_reason': True}\""
+    succeeds = r"(?s)Functionality test succeeded.*Total Latency"
+    benchmarked = (
+        "--max-input-len 200 --concurrency 4 --test-llmapi dataset --dataset dataset.json --tokenizer-dir {model}"
+    )
+
+    def client(mode: str, arguments: str, shows: str, served: UpstreamModels = unary) -> ClientProgram:
+        return ClientProgram(
+            program="llmapi_client.py",
+            version="2026",
+            mode=mode,
+            folder="TensorRT-LLM",
+            argv=(
+                *("{python}", "{folder}/triton_backend/tools/llmapi_client.py", "--url", "{grpc}"),
+                *shlex.split(arguments),
+            ),
+            shows=shows,
+            served=served,
+        )
+
+    endless = "--text '1 2 3 4 5 6 7 8 9 10' --request-output-len 4000 --stop-after-ms 1000 --request-id"
+    adapter = f"--lora-id 7 --lora-name {ADAPTER} --lora-path {{adapters}}/{ADAPTER}"
+    return [
+        client("whole", "--text {prompt}", r"Output text: The capital of France is Paris"),
+        client("stopped", f"{endless} stopped", r"Request is cancelled", stream),
+        client("cancelled", f"{endless} cut --stop-via-request-cancel", r"Request is cancelled", stream),
+        client("by the stream call", "--text {prompt} -S", r"Output text: The capital of France is Paris", stream),
+        client(
+            "an adapter by id, name and path",
+            f"--text {{prompt}} {adapter}",
+            r"Output text: The capital of France is \w",
+        ),
+        *(
+            _row(f"{tools}/end_to_end_test.py", version, mode, arguments, succeeds, served, detail="--test-llmapi")
+            for mode, arguments, served in (
+                ("HTTP", f"-i http -u {{http}} {tested}", unary),
+                ("gRPC", f"-i grpc -u {{grpc}} {tested}", unary),
+                ("gRPC, reasons", f"-i grpc -u {{grpc}} {tested} {asked}", unary),
+                ("gRPC streams", f"-i grpc -u {{grpc}} {tested} --streaming", stream),
+            )
+        ),
+        *(
+            _row(
+                f"{tools}/benchmark_core_model.py", version, mode, arguments, r"Total Latency", served, "--test-llmapi"
+            )
+            for mode, arguments, served in (
+                ("HTTP", f"-i http -u {{http}} {benchmarked}", unary),
+                ("gRPC", f"-i grpc -u {{grpc}} {benchmarked}", unary),
+                ("gRPC streams", f"-i grpc --decoupled -u {{grpc}} {benchmarked}", stream),
+            )
+        ),
+    ]
+
+
+def _vllm_rows() -> list[ClientProgram]:
+    common = "-u {grpc} --input-prompts {folder}/samples/prompts.txt --results-file results.txt -v"
+    return [
+        ClientProgram(
+            program="vllm_backend/samples/client.py",
+            version="2026",
+            mode=mode,
+            folder="vllm_backend",
+            argv=("{python}", "{folder}/samples/client.py", *shlex.split(f"{common} {arguments}")),
+            shows=r"(?s)\A(?!.*(Encountered error|Caught an error)).*\w.*PASS: vLLM example",
+            served=UpstreamModels.VLLM,
+        )
+        for mode, arguments in (
+            ("whole", ""),
+            ("streamed, without the prompt", "-s --exclude-inputs-in-outputs"),
+            ("an adapter by its name", f"-l {ADAPTER}"),
+            ("the same, streamed", f"-l {ADAPTER} -s --exclude-inputs-in-outputs"),
+        )
+    ]
+
+
 _OPENAI_FRONT_END = ClientProgram(
     program="openai_frontend/main.py",
     version="2.73.0dev",
@@ -407,5 +489,7 @@ PROGRAMS: tuple[ClientProgram, ...] = (
         for row in rows(version)
     ),
     _TEST_OF_LOGITS,
+    *_llmapi_rows(),
+    *_vllm_rows(),
     _OPENAI_FRONT_END,
 )
