@@ -50,6 +50,17 @@ def populate(memory: torch.Tensor) -> bool:
     raise OSError(number, f"no memory for {size} bytes: {os.strerror(number)}")
 
 
+def give_back(memory: torch.Tensor) -> None:
+    """Have Linux take back the memory of a tensor on a CPU, whose values are lost: they are zero, or as they were.
+
+    memory: contiguous, and from malloc or an anonymous map, as torch and NumPy make it.
+    """
+    start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if size > 0:
+        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+
+
 @functools.cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)

@@ -17,6 +17,7 @@ from multilora_engine.lora.free_pages import PagePool
 from multilora_engine.lora.layout import AdapterTraits, PackedAdapter, PackedRow, TableEntries
 from multilora_engine.lora.life_cycle import TierStats
 from multilora_engine.lora.names import TaskId
+from multilora_kernels.huge_pages import give_back
 from multilora_wire.adapter_info import Kind
 from multilora_wire.layout import PageShape
 
@@ -365,6 +366,19 @@ def copy_pages(sources: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
     # Page by page: indexing with a list copies byte by byte, six times slower.
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
+
+
+_MOVED_BYTES = 32 << 20
+"""Of pages that are moved and have memory twice."""
+
+
+def move_pages(sources: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    """As `copy_pages`; the memory of `sources`, which nobody may read any more, goes back to Linux meanwhile."""
+    step = max(1, _MOVED_BYTES // sources.shape[1])
+    for first in range(0, len(sources), step):
+        some = sources[first : first + step]
+        copy_pages(some, targets[first : first + step])
+        give_back(some)
 
 
 def _is_only_held(adapter: CachedAdapter, replaced: CachedAdapter | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from functools import cached_property, partial
 from typing import Literal
@@ -22,7 +22,7 @@ from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.disk_traffic import DiskTraffic
 from multilora_engine.lora.format import check_size, kinds_of, ranks_of
-from multilora_engine.lora.host_tier import Arrival, HostTier, Loan, PlannedAdapter, copy_pages
+from multilora_engine.lora.host_tier import Arrival, HostTier, Loan, PlannedAdapter, copy_pages, move_pages
 from multilora_engine.lora.inventory import Inventory
 from multilora_engine.lora.layout import AdapterTraits, PackedAdapter, PackedRow, TableEntries, page_shape
 from multilora_engine.lora.life_cycle import LoRAStats, OnEvent, adapter_event, ignore_event
@@ -109,7 +109,8 @@ class LoRAManager:
         """Cache an adapter under a task id. The same content again only makes it the most recently used one.
 
         name: replaces the name it has, unless empty. replaces_set: a set under the task id gives way, whatever
-        `lora_on_conflict` says. `packed` must not change: an adapter that waits for room is copied later. Raises
+        `lora_on_conflict` says. `packed` must not change: an adapter that waits for room is copied later. A large one
+        that a source had is moved: nobody may read `packed` any more. Raises
         InvalidRequest (the model cannot have it), AdapterConflict (other content, and `lora_on_conflict` is `refuse`)
         or AdapterCacheFull; the cache is then unchanged.
         """
@@ -125,6 +126,8 @@ class LoRAManager:
             if isinstance(packed, PlannedAdapter):
                 packed.end()
             return cached
+        if isinstance(packed, PackedAdapter) and packed.pages.nbytes > LARGEST_COPY_BYTES:
+            packed = self._copied_beside(packed, move_pages if origin == "downloaded" else copy_pages)
         adapter = self._insert(lora_task_id, packed, name) if cached is None else self._replace(cached, packed, name)
         self._emit(origin, adapter)
         return adapter
@@ -339,8 +342,6 @@ class LoRAManager:
         kinds, traits = kinds_of(packed.rows, packed.traits), packed.traits
         adapter = CachedAdapter(lora_task_id, packed.digest, ranks, shape, name, state, kinds=kinds, traits=traits)
         adapter.entries = packed.entries or TableEntries.of(packed.rows, self.device.layout)
-        if isinstance(packed, PackedAdapter) and packed.pages.nbytes > LARGEST_COPY_BYTES:
-            packed = self._copied_beside(packed, adapter.entries)
         if isinstance(packed, PlannedAdapter):
             arrival = Arrival(partial(self._traffic.make, adapter, packed), packed.end, packed.num_lent_pages)
         else:
@@ -348,17 +349,19 @@ class LoRAManager:
         self._arrive(adapter, arrival)
         return adapter
 
-    def _copied_beside(self, packed: PackedAdapter, entries: TableEntries) -> PlannedAdapter:
+    def _copied_beside(
+        self, packed: PackedAdapter, copy: Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
+    ) -> PlannedAdapter:
         """A packed adapter that another thread copies into its pages."""
         return PlannedAdapter(
             packed.digest,
             packed.rows,
             packed.num_pages,
             packed.traits,
-            begin=lambda pages: self._copier.submit(copy_pages, packed.pages, pages),
+            begin=lambda pages: self._copier.submit(copy, packed.pages, pages),
             end=lambda: None,
             num_lent_pages=0,
-            entries=entries,
+            entries=packed.entries or TableEntries.of(packed.rows, self.device.layout),
         )
 
     @cached_property

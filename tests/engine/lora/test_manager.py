@@ -37,10 +37,10 @@ from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.free_pages import PagePool
-from multilora_engine.lora.host_tier import HostTier, copy_pages
+from multilora_engine.lora.host_tier import HostTier, copy_pages, move_pages
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.life_cycle import OnEvent, ignore_event
-from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.lora.manager import LoRAManager, Origin
 from multilora_engine.lora.names import TaskId, TenantTaskId, label_of, scoped_task_id
 from multilora_engine.lora.page_copies import CopyPages, PageCopy, copy_at_once
 from multilora_wire.adapter_event import AdapterEvent
@@ -1252,20 +1252,23 @@ def test_a_request_for_one_on_disk_waits_while_requests_hold_all_of_the_memory(t
     manager.close()
 
 
-def test_a_large_adapter_is_copied_beside_the_steps_and_waits_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's thread would stand still for the copy."""
+@pytest.mark.parametrize(("origin", "way"), [("uploaded", "copy_pages"), ("downloaded", "move_pages")])
+def test_a_large_adapter_is_copied_beside_the_steps_and_waits_for_that(
+    monkeypatch: pytest.MonkeyPatch, origin: Origin, way: str
+) -> None:
+    """The engine's thread would stand still for the copy. The pages of one from a source have memory but once."""
     monkeypatch.setattr("multilora_engine.lora.manager.LARGEST_COPY_BYTES", 0)
     may_copy = threading.Event()
 
     def copy(sources: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
         assert may_copy.wait(10)
-        copy_pages(sources, targets)
+        {"copy_pages": copy_pages, "move_pages": move_pages}[way](sources, targets)
 
-    monkeypatch.setattr("multilora_engine.lora.manager.copy_pages", copy)
+    monkeypatch.setattr(f"multilora_engine.lora.manager.{way}", copy)
     manager = build_manager(16, None, "replace")
-    wire, packed = CONTENTS[1]
-    arriving = manager.put(7, packed)
-    gone = manager.put(8, CONTENTS[2][1])
+    (wire, packed), other = _adapter(1), _adapter(2)[1]
+    arriving = manager.put(7, packed, origin=origin)
+    gone = manager.put(8, other, origin=origin)
     manager.pin(7)
     assert not manager.memory.acquire(arriving)
     manager.unload(8)
@@ -1279,6 +1282,7 @@ def test_a_large_adapter_is_copied_beside_the_steps_and_waits_for_that(monkeypat
     assert_tables_hold(manager, arriving, wire)
     assert gone.state.memory is Memory.GONE
     assert manager.host.pool.num_free == 16 - len(arriving.pages)
+    assert bool((packed.pages == CONTENTS[1][1].pages).all()) == (origin == "uploaded")
     manager.close()
 
 
