@@ -33,6 +33,7 @@ from multilora_wire.converted_files import (
     read_rows,
     write_origin,
 )
+from multilora_wire.gguf.adapter import NO_CONFIG
 from multilora_wire.peft_config import PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE
 from multilora_wire.peft_files import NUMPY_DTYPES, AdapterDtype, describe_foreign
 from multilora_wire.sites import ModelSites
@@ -117,7 +118,7 @@ class AdapterTensors:
 
 @dataclass(frozen=True, eq=False)
 class AdapterFiles:
-    """PEFT's files as they are: the bytes of `adapter_config.json` and of `adapter_model.safetensors`.
+    """PEFT's files as they are: the bytes of `adapter_config.json` and of `adapter_model.safetensors`; or a GGUF file.
 
     The server reads and checks them.
     """
@@ -146,6 +147,11 @@ class AdapterFiles:
             name = fields.get("base_model_name_or_path") if isinstance(fields, dict) else None
             return name if isinstance(name, str) else ""
         return ""
+
+    @classmethod
+    def load_gguf(cls, file: Path) -> AdapterFiles:
+        """An adapter in llama.cpp's form, which has its own configuration."""
+        return cls(NO_CONFIG, file.read_bytes())
 
     @classmethod
     def load(cls, directory: Path) -> AdapterFiles:

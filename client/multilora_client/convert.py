@@ -82,7 +82,12 @@ def is_peft(directory: Path) -> bool:
 
 
 def load_content(directory: Path) -> AdapterFiles | AdapterTensors:
-    """The adapter in `directory`: PEFT's files as they are, or the tensors of converted ones. Raises AdapterError."""
+    """The adapter in `directory`: PEFT's files as they are, a GGUF file, or the tensors of converted files.
+
+    `directory` may also be the GGUF file. Raises AdapterError.
+    """
+    if (gguf := _gguf_file(directory)) is not None:
+        return AdapterFiles.load_gguf(gguf)
     if directory.is_file():
         foreign = describe_foreign([directory.name])
         raise AdapterError(f"{directory} is a file, and an adapter is a directory{foreign and f'. {foreign}'}")
@@ -95,6 +100,14 @@ def load_content(directory: Path) -> AdapterFiles | AdapterTensors:
     if is_peft(directory):
         return AdapterFiles.load(directory)
     raise AdapterError(_describe_no_adapter(directory))
+
+
+def _gguf_file(path: Path) -> Path | None:
+    """The GGUF file that is an adapter alone; None where PEFT's or converted files are beside it, or several are."""
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    files = [*path.glob("*.gguf")] if path.is_dir() else []
+    return files[0] if len(files) == 1 and not is_peft(path) and not is_converted(path) else None
 
 
 def _describe_no_adapter(directory: Path) -> str:

@@ -590,7 +590,7 @@ def describe_foreign(names: Collection[str]) -> str:
             "again with save_pretrained(..., safe_serialization=True)"
         )
     if ggufs := sorted(name for name in names if name.endswith(".gguf")):
-        return f"{ggufs[0]} is llama.cpp's form; take the folder of PEFT that it was made from"
+        return f"{ggufs[0]} is llama.cpp's form, which is read where it is the one file of an adapter"
     if "config.json" in names and not {PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE} & set(names):
         return (
             "config.json belongs to the checkpoint of a whole model, which is no adapter; multilora-serve --model "

@@ -542,7 +542,7 @@ def test_rows_are_ordered_and_typed_for_the_wire(save_adapter: Callable[..., Any
         (["adapters.safetensors", "0000100_adapters.safetensors"], r"adapters\.safetensors: MLX wrote this adapter"),
         (["adapter_model.bin"], r"adapter_model\.bin is a pickle.*safe_serialization=True"),
         (["adapter_0.pt"], r"adapter_0\.pt is a pickle"),
-        (["model-lora.gguf"], r"model-lora\.gguf is llama\.cpp's form"),
+        (["one-lora.gguf", "two-lora.gguf"], r"one-lora\.gguf is llama\.cpp's form"),
         (
             ["lora.safetensors"],
             r"lora\.safetensors is not in PEFT's form, which is adapter_config\.json with adapter_model",
@@ -570,11 +570,19 @@ def test_a_checkpoint_a_file_and_a_folder_of_adapters_are_told_by_what_they_are(
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(AdapterError, match=r"config\.json belongs to the checkpoint of a whole model.*serve --model"):
         load_adapter(tmp_path)
-    (tmp_path / "lora.gguf").write_bytes(b"")
+    (tmp_path / "lora.bin").write_bytes(b"")
     with pytest.raises(
-        AdapterError, match=r"lora\.gguf is a file, and an adapter is a directory\. .*llama\.cpp's form"
+        AdapterError, match=r"lora\.bin is a file, and an adapter is a directory\. lora\.bin is a pickle"
     ):
-        load_adapter(tmp_path / "lora.gguf")
+        load_adapter(tmp_path / "lora.bin")
+
+
+def test_a_gguf_file_is_an_adapter_by_itself_and_alone_in_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "lora.gguf").write_bytes(b"GGUF and more")
+    for path in (tmp_path, tmp_path / "lora.gguf"):
+        content = load_adapter(path).content
+        assert isinstance(content, AdapterFiles)
+        assert (content.config, content.weights) == (b"{}", b"GGUF and more")
 
 
 def save_experts(directory: Path, tensors: Mapping[str, np.ndarray], **fields: Any) -> Path:

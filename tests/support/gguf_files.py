@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType as Type
+from safetensors.numpy import load_file
 from transformers import PreTrainedModel
 
 Array = npt.NDArray[Any]
@@ -213,3 +215,37 @@ def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_string(key, value)
     else:
         writer.add_array(key, list(value))
+
+
+def write_adapter(path: Path, directory: Path, config: Any, kind: Type = Type.F32, **metadata: Any) -> None:
+    """Write PEFT's adapter in `directory` as `convert_lora_to_gguf.py` does. config: of the base model."""
+    settings = json.loads((directory / "adapter_config.json").read_text())
+    architecture = {"gemma3_text": "gemma3", "mistral": "llama"}.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_type("adapter")
+    for key, value in (
+        {"adapter.type": "lora", "adapter.lora.alpha": float(settings["lora_alpha"])} | metadata
+    ).items():
+        add_value(writer, key.replace("__", "."), value)
+    names = gguf.get_tensor_name_map(arch_of(architecture), config.num_hidden_layers)
+    for key, values in load_file(directory / "adapter_model.safetensors").items():
+        if "base_layer" in key:
+            continue
+        module, _, side = key.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
+        stored = names.get_name(module)
+        assert stored is not None, key
+        ending = {"lora_A": "lora_a", "lora_B": "lora_b", "lora_embedding_A": "lora_a", "lora_embedding_B": "lora_b"}[
+            side
+        ]
+        if side == "lora_B":
+            values, _ = stored_values(
+                f"{module}.weight", values, Type.F32, architecture, config, np.random.default_rng(0)
+            )
+        values = np.ascontiguousarray(values.T if side == "lora_embedding_A" else values)
+        fits = values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+        used = kind if fits else Type.F16
+        writer.add_tensor(f"{stored}.weight.{ending}", gguf.quantize(values, used), raw_dtype=used)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -17,6 +17,7 @@ from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import SetMember, checked_members, set_task_id, task_id_of
 from multilora_engine.serving.inputs import InputTensors
 from multilora_wire.adapter_origin import WrongBaseModel
+from multilora_wire.gguf.adapter import NO_CONFIG, is_gguf, read_gguf_adapter
 from multilora_wire.layout import AdapterLayout
 from multilora_wire.peft_config import PeftError, check_config_bytes
 from multilora_wire.peft_files import PeftAdapter, read_peft
@@ -74,11 +75,19 @@ class SentFiles(SentAdapter):
         from multilora_engine.lora.format import pack_peft
 
         try:
-            adapter = read_peft(self.config, MemoryBytes(self.weights), self.layout.sites, self.base_model.name)
+            adapter = self._read()
         except (PeftError, WrongBaseModel) as error:
             raise InvalidRequest(str(error)) from None
         self._check_size(adapter)
         return pack_peft(adapter, self.layout, self.base_model)
+
+    def _read(self) -> PeftAdapter:
+        source, sites = MemoryBytes(self.weights), self.layout.sites
+        if not is_gguf(self.weights):
+            return read_peft(self.config, source, sites, self.base_model.name)
+        if self.config.strip() != NO_CONFIG:
+            raise PeftError("lora_peft_weights is GGUF, which has its own settings: send {} as lora_peft_config")
+        return read_gguf_adapter(source, self.base_model, sites)
 
     def _check_size(self, adapter: PeftAdapter) -> None:
         """Block-diagonal matrices are larger than their files."""

@@ -23,6 +23,8 @@ from multilora_wire.gguf.file import GGUF_MAGIC, GGUFFile, read_gguf
 from multilora_wire.gguf.names import ARCHITECTURES, TensorNames, row_order
 from multilora_wire.messages import shown
 from multilora_wire.peft_config import PeftError, quoted
+from multilora_wire.peft_files import PeftAdapter, read_peft
+from multilora_wire.sites import ModelSites
 from multilora_wire.tensor_file import ByteSource, TensorFileError, TensorPlace
 
 _MAX_HEADER_BYTES = 4 << 20
@@ -76,9 +78,22 @@ class _Tensor:
         return math.prod(self.shape) * (4 if self.dtype == "F32" else 2)
 
 
+NO_CONFIG = b"{}"
+"""Sent in the place of `adapter_config.json` beside a GGUF file, which has its own."""
+
+
 def is_gguf(start: bytes | memoryview) -> bool:
     """Whether a file that begins so is GGUF."""
     return bytes(start[: len(GGUF_MAGIC)]) == GGUF_MAGIC
+
+
+def read_gguf_adapter(source: ByteSource, base_model: Path, sites: ModelSites) -> PeftAdapter:
+    """`read_peft` of a GGUF file. base_model: the checkpoint directory of the model, which has these sites.
+
+    Raises PeftError, or WrongBaseModel.
+    """
+    adapter = GGUFAdapter(source, BaseModel.of(base_model))
+    return read_peft(adapter.config, adapter, sites, base_model.name)
 
 
 class GGUFAdapter:

@@ -16,6 +16,7 @@ from multilora_engine.errors import ConfigError, InvalidRequest
 from multilora_engine.lora.names import check_name, task_id_of
 from multilora_engine.lora.sources.source import (
     ALLOWED_FILES,
+    GGUF_ENDING,
     AdapterKey,
     LocalAdapter,
     NotThere,
@@ -145,7 +146,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 def _has_adapter(folder: Path) -> bool:
     try:
-        return any((folder / name).is_file() for name in ALLOWED_FILES)
+        return any((folder / name).is_file() for name in ALLOWED_FILES) or any(folder.glob(f"*{GGUF_ENDING}"))
     except OSError:  # such as a folder that may not be searched
         return False
 

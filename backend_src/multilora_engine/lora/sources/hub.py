@@ -28,6 +28,7 @@ from multilora_engine.errors import ConfigError
 from multilora_engine.lora.names import is_plain_path
 from multilora_engine.lora.sources.source import (
     ALLOWED_FILES,
+    GGUF_ENDING,
     AdapterKey,
     LocalAdapter,
     NotThere,
@@ -133,7 +134,10 @@ class HubSource:
 def _check_files(info: ModelInfo, max_bytes: int) -> None:
     """Check a repository before anything is downloaded. Raises NotThere or Unusable."""
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    choose_files(sizes)
+    if (name := choose_files(sizes)[0]).endswith(GGUF_ENDING):
+        raise Unusable(
+            f"{name} is GGUF, which is not downloaded from a hub; put it into a directory source, or upload it"
+        )
     check_sizes({name: size for name, size in sizes.items() if name in ALLOWED_FILES}, max_bytes)
 
 

@@ -9,12 +9,14 @@ from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.format import pack_peft
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.preload import read_folder
-from multilora_engine.lora.sources.source import PEFT_FILES, LocalAdapter, Unusable, choose_files
+from multilora_engine.lora.sources.source import GGUF_ENDING, PEFT_FILES, LocalAdapter, Unusable, choose_files
 from multilora_wire.adapter_origin import WrongBaseModel
 from multilora_wire.converted_files import BrokenFiles
+from multilora_wire.gguf.adapter import read_gguf_adapter
 from multilora_wire.layout import AdapterLayout, num_values
 from multilora_wire.peft_config import PeftError
 from multilora_wire.peft_files import open_peft_directory
+from multilora_wire.tensor_file import FileBytes
 
 _HEADER_ALLOWANCE = 16 << 20
 """Bytes of headers and of the configuration beside the weights."""
@@ -37,7 +39,11 @@ def largest_adapter_bytes(layout: AdapterLayout) -> int:
 def pack_directory(adapter: LocalAdapter, layout: AdapterLayout, base_model: Path) -> PackedAdapter:
     """Read, check and pack. base_model: the checkpoint, which DoRA's magnitudes refer to. Raises Unusable."""
     try:
-        if choose_files(os.listdir(adapter.directory)) != PEFT_FILES:
+        files = choose_files(os.listdir(adapter.directory))
+        if files[0].endswith(GGUF_ENDING):
+            with FileBytes(adapter.directory / files[0]) as source:
+                return pack_peft(read_gguf_adapter(source, base_model, layout.sites), layout, base_model)
+        if files != PEFT_FILES:
             return read_folder(adapter.directory, adapter.root, layout, base_model.name)
         with open_peft_directory(adapter.directory, layout.sites, base_model.name) as peft:
             return pack_peft(peft, layout, base_model)

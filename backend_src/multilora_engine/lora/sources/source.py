@@ -22,6 +22,9 @@ CONVERTED_FILES = (WEIGHTS_FILE, CONFIG_FILE)
 OLD_CONVERTED_FILES = (WEIGHTS_FILE, OLD_CONFIG_FILE)
 ALLOWED_FILES = tuple(dict.fromkeys((*PEFT_FILES, *CONVERTED_FILES, *OLD_CONVERTED_FILES, ORIGIN_FILE)))
 
+GGUF_ENDING = ".gguf"
+"""Of the one file of an adapter in llama.cpp's form."""
+
 _MAX_CONFIG_BYTES = 1 << 20
 
 
@@ -112,6 +115,11 @@ def choose_files(names: Collection[str]) -> tuple[str, ...]:
             return (*files, ORIGIN_FILE) if ORIGIN_FILE in names else files
     if set(PEFT_FILES) <= set(names):
         return PEFT_FILES
+    gguf = [name for name in names if name.endswith(GGUF_ENDING)]
+    if gguf and not set(names) & set(ALLOWED_FILES):
+        if len(gguf) > 1:
+            raise Unusable(f"it has {len(gguf)} GGUF files; leave one of them")
+        return tuple(gguf)
     if foreign := describe_foreign(names):
         raise Unusable(foreign)
     if found := [name for name in ALLOWED_FILES if name in names]:

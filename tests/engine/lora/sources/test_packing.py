@@ -215,7 +215,8 @@ def test_converted_files_of_this_model_are_taken_with_and_without_their_origin(t
         (["adapter_config.json", "adapters.safetensors"], "adapters.safetensors: MLX wrote this adapter.*transposed"),
         (["adapter_config.json", "adapter_model.bin"], "adapter_model.bin is a pickle.*safe_serialization=True"),
         (["adapter_0.pt", "adapter_config.json"], "adapter_0.pt is a pickle"),
-        (["adapter-f16.gguf"], "adapter-f16.gguf is llama.cpp's form; take the folder of PEFT"),
+        (["adapter-f16.gguf", "adapter_config.json"], "adapter-f16.gguf is llama.cpp's form, which is read where"),
+        (["adapter-f16.gguf", "adapter-q8.gguf"], "it has 2 GGUF files; leave one of them"),
         (["config.json", "model.safetensors"], "config.json belongs to the checkpoint of a whole model"),
         (
             ["lora.safetensors", "params.json"],
