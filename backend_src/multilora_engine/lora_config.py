@@ -106,8 +106,8 @@ class LoRAConfig(BaseModel):
         ByteSize,
         Field(
             ge=0,
-            description="Size of the host tier, like `4GiB`. 0: 1 GiB; for a GPU at least 2 x max_loras "
-            "adapters of rank 16.",
+            description="Size of the host tier, like `4GiB`. 0: 1 GiB or an adapter of rank 16; for a GPU "
+            "2 x max_loras of them.",
         ),
     ] = ByteSize(0)
     lora_cache_gpu_memory_fraction: Annotated[
@@ -115,7 +115,8 @@ class LoRAConfig(BaseModel):
         Field(
             ge=0,
             lt=1,
-            description="Device tier: share of the memory after the weights. 0: max_loras of rank 16, at least 0.05.",
+            description="Device tier: share of the memory after the weights. 0: max_loras of rank 16, from 0.05 "
+            "to 0.5.",
         ),
     ] = 0.0
     lora_cache_dir: Annotated[

@@ -15,7 +15,8 @@ from support.sources import NO_BASE, digest_of, save_adapter
 from multilora_client import convert_peft
 from multilora_engine.lora.sources.packing import largest_adapter_bytes, pack_directory
 from multilora_engine.lora.sources.source import LocalAdapter, Unusable, choose_files
-from multilora_wire.layout import num_values
+from multilora_wire.layout import adapter_layout, num_values
+from multilora_wire.sites import attention_shapes, expert_shapes, model_sites
 
 _A_KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
@@ -181,6 +182,16 @@ def test_it_is_the_adapter_that_a_client_would_have_uploaded(tmp_path: Path) -> 
 def test_no_legal_adapter_is_too_large() -> None:
     values = sum(num_values(module, TINY.max_rank, True) for module in TINY.sites.plain_modules)
     assert largest_adapter_bytes(TINY) > 4 * values
+
+
+def test_files_of_a_mixture_are_bounded_by_the_sum_of_what_its_enabled_modules_hold() -> None:
+    """Qwen3-30B-A3B: rows as wide as the widest, which is that of 128 experts, would be 142 GiB."""
+    sites = model_sites([[*attention_shapes(2048, 4096, 512), *expert_shapes(2048, 768, 128)]] * 48, 2048)
+    whole = adapter_layout(sites, 64, "bfloat16")
+    values = sum(num_values(module, 64) for module in sites.plain_modules)
+    assert 4 * values <= largest_adapter_bytes(whole) <= 4.1 * values
+    attention = adapter_layout(sites.restricted_to(["attn_q", "attn_v"]), 64, "bfloat16")
+    assert largest_adapter_bytes(attention) < 200 << 20
 
 
 def converted(folder: Path, *names: str) -> Path:
