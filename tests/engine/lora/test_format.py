@@ -398,6 +398,15 @@ def test_an_adapter_on_experts_has_one_digest_in_every_form(sites: ModelSites, l
         assert other.digest == first.digest, name
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_experts_that_adapters_may_not_change_are_refused_in_every_form(form: str) -> None:
+    sites = PLAIN.restricted_to(["attn_q", "moe_4h_to_h"])
+    message = r"mlp\.experts\.gate_proj: lora module moe_h_to_4h not enabled for this model \(id 13, layer 1\)"
+
+    with pytest.raises(InvalidRequest, match=message):
+        pack_experts(FORMS[form](random_factors(PLAIN), PLAIN_EXPERTS), adapter_layout(sites, 4, "float32"))
+
+
 def test_an_expert_that_a_file_lacks_has_the_digest_of_one_without_an_update() -> None:
     layout = adapter_layout(PLAIN, 4, "float32")
     factors = random_factors(PLAIN)
