@@ -11,7 +11,9 @@ Names of linears, with w1, w3 and w2 for gate, up and down:
     `experts.shared.gate_proj`, is the same for all experts, and the other side may be one expert a tensor.
 
 `gate_up_proj` is split into gate and up, which have the same A. Their rows of B are halves, or alternate, as the rows
-of the model's own `gate_up_proj` do.
+of the model's own `gate_up_proj` do. Where these alternate (gpt-oss), only PEFT's tensors of two dimensions and
+Unsloth's are known to do so, too: Megatron-Bridge writes, and SGLang reads, halves under the name that vLLM reads as
+alternating rows. So other forms of `gate_up_proj` are refused there.
 """
 
 from __future__ import annotations
@@ -225,6 +227,8 @@ class _PairReader:
                 b_parts = {expert: b_parts[expert] for expert in a_parts}
             for expert in sorted(a_parts.keys() | b_parts.keys()):
                 a, b = _both(a_parts.get(expert), b_parts.get(expert))
+                if ".gate_up_projs." not in b.peft_name:
+                    self._check_order(linear, b)
                 matrices = (self._matrix(a, expert, num_experts), self._matrix(b, expert, num_experts))
                 # The name of one expert is longer than that of all.
                 peft_name = max(a.peft_name, b.peft_name, key=len)
@@ -243,6 +247,8 @@ class _PairReader:
         for one in tensors:
             linear, is_exchanged = one.fits[0] if len(one.fits) == 1 else self._find_square(one, seen)
             modules = self._modules(one.layer, linear)
+            if len(first.place.shape) == 3:
+                self._check_order(linear, one.b)
             name = f"{one.a.peft_name.removesuffix('.base_layer')}.{linear}"
             others = (one.a.peft_name, *_other_names(one.a.peft_name, linear))
             for expert in range(modules[0].experts):
@@ -336,6 +342,15 @@ class _PairReader:
                 f"{'exchanged' if is_exchanged else 'in their places'}, unlike those of the file's other experts"
             )
         return linear, is_exchanged
+
+    def _check_order(self, linear: str, b: FoundPart) -> None:
+        """Refuse a form of `gate_up_proj` whose trainers differ about the order of rows, if this makes a difference."""
+        if linear == "gate_up_proj" and self._sites.experts_form.is_interleaved:
+            raise PeftError(
+                f"{b}: outputs of gate and up alternate in the gate_up_proj of this model, and writers of this form of "
+                "adapters differ in whether theirs do. Write gate_proj and up_proj apart, or in PEFT's form "
+                "(target_parameters)"
+            )
 
     def _split(
         self,

@@ -194,6 +194,14 @@ FORMS: dict[str, Callable[[Factors, ExpertsForm], dict[str, Array]]] = {
 }
 """The tensors of a file, by what writes it so."""
 
+UNORDERED = frozenset({"one expert a tensor, gate and up in one", "Megatron-Bridge", "all experts a tensor"})
+"""Forms whose writers differ in the order of the rows of gate and up, where these alternate in the model."""
+
+
+def forms_for(sites: ModelSites) -> list[str]:
+    """The names of forms that are read for a model."""
+    return [name for name in FORMS if not sites.experts_form.is_interleaved or name not in UNORDERED]
+
 
 def read_values(reader: LinearReader, linear: PeftLinear) -> Pair:
     """A and B with the scale, put together from the pieces that a reader gives; for float32 adapters."""

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.numpy import save, save_file
@@ -25,11 +25,13 @@ from support.expert_adapters import (
     GPT_OSS,
     PLAIN,
     PREFIX,
+    UNORDERED,
     UP,
     Array,
     Factors,
     Pair,
     all_experts,
+    forms_for,
     mixtral,
     mixture_sites,
     numbered,
@@ -87,8 +89,11 @@ def assert_equal(found: Factors, expected: Factors) -> None:
             np.testing.assert_array_equal(ours, theirs, err_msg=str(place))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("sites", [PLAIN, GPT_OSS], ids=["halves", "alternating"])
+@pytest.mark.parametrize(
+    ("sites", "form"),
+    [(sites, form) for sites in (PLAIN, GPT_OSS) for form in forms_for(sites)],
+    ids=lambda value: value if isinstance(value, str) else f"interleaved {value.experts_form.is_interleaved}",
+)
 def test_every_form_gives_the_factors_that_it_was_made_of(form: str, sites: ModelSites) -> None:
     factors = random_factors(sites)
 
@@ -121,6 +126,7 @@ def test_every_form_is_read_whatever_its_sizes_and_the_pieces_it_is_read_in(
     apart: int,
 ) -> None:
     sites = mixture_sites(hidden_size, expert_size, num_experts, experts_form, num_layers=2)
+    assume(form in forms_for(sites))
     factors = random_factors(sites, rank, layers=[1])
     is_exchanged = form == "PEFT, inputs taken for outputs"
     # PEFT 0.18 took the outputs for inputs, where the parameter has the outputs first.
@@ -157,6 +163,18 @@ def test_values_lie_where_peft_puts_them(is_exchanged: bool) -> None:
     for expert in range(4):
         our_a, our_b = found[1, DOWN, expert]
         np.testing.assert_allclose(our_b @ our_a, update[expert], rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", sorted(UNORDERED))
+def test_a_form_that_does_not_tell_the_order_of_alternating_outputs_is_refused(form: str) -> None:
+    """Megatron-Bridge and SGLang have halves in gpt-oss's `experts.gate_up_proj`, vLLM alternates."""
+    with pytest.raises(
+        PeftError, match=r"lora_B\.weight .*: outputs of gate and up alternate in the gate_up_proj of this"
+    ):
+        read(FORMS[form](random_factors(GPT_OSS), GPT_OSS_EXPERTS), GPT_OSS)
+
+    down = random_factors(GPT_OSS, modules=[DOWN])
+    assert_equal(read_factors(read(FORMS[form](down, GPT_OSS_EXPERTS), GPT_OSS)), scaled(down))
 
 
 def test_one_matrix_for_all_experts_is_that_of_each() -> None:
@@ -531,8 +549,9 @@ class CountedBytes(MemoryBytes):
 @pytest.mark.parametrize("passes", [1, 6])
 def test_reading_costs_the_bytes_of_the_file_and_memory_of_a_fixed_size(form: str, passes: int) -> None:
     """Not the bytes times the experts, and not all experts at once."""
-    sites = mixture_sites(hidden_size=1500, expert_size=1100, num_experts=16, form=GPT_OSS_EXPERTS, num_layers=2)
-    source = CountedBytes(save(dict(FORMS[form](random_factors(sites, layers=[1]), GPT_OSS_EXPERTS))))
+    experts_form = PLAIN_EXPERTS if form in UNORDERED else GPT_OSS_EXPERTS
+    sites = mixture_sites(hidden_size=1500, expert_size=1100, num_experts=16, form=experts_form, num_layers=2)
+    source = CountedBytes(save(dict(FORMS[form](random_factors(sites, layers=[1]), experts_form))))
     adapter = read_peft(json.dumps(CONFIG).encode(), source, sites)
     reader = LinearReader(adapter)
     source.num_read = 0
