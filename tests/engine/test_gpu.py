@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.adapters import wire_adapter
 from support.engines import run_all
+from support.tiny_mixture import save_tiny_mixture
 from support.tiny_tokenizer import save_tiny_tokenizer
 
 from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
@@ -33,10 +34,12 @@ def tokenizer(tmp_path: Path) -> Path:
     return save_tiny_tokenizer(tmp_path / "tokenizer")
 
 
-def make_engine(folder: Path, tokenizer: Path, **options: Any) -> Engine:
-    """With adapters 0 and 1."""
+def make_engine(
+    folder: Path, tokenizer: Path, save: Callable[[Path], Path] = save_tiny_llama, **options: Any
+) -> Engine:
+    """With adapters 0 and 1. save: writes the checkpoint."""
     config = EngineConfig(
-        model_path=save_tiny_llama(folder),
+        model_path=save(folder),
         tokenizer_path=tokenizer,
         kv_cache_memory_bytes=8 << 20,  # type: ignore[arg-type]
         **options,
@@ -44,7 +47,8 @@ def make_engine(folder: Path, tokenizer: Path, **options: Any) -> Engine:
     engine = Engine(config)
     layout = engine.info.adapter_layout
     for task in range(2):
-        wire = wire_adapter(layout, [(1, 0, 4), (6, 1, 2 + task)], seed=task, scale=0.5)
+        rows = [(1, 0, 4), *((m.module_id, m.layer, 2 + task) for m in layout.sites.plain_modules if m.layer == 1)]
+        wire = wire_adapter(layout, rows, seed=task, scale=0.5)
         engine.put_adapter(task, pack_adapter(wire.weights, wire.config, layout))
     return engine
 
@@ -124,9 +128,11 @@ def test_a_decode_step_waits_for_the_device_only_to_read_its_tokens(
 @pytest.mark.parametrize("enable_async_scheduling", [False, True])
 @pytest.mark.parametrize("enable_cuda_graphs", [False, True])
 @pytest.mark.parametrize("tasks", [(None, 0, 1), (None, None), (1, 0, None, 0, 1)])
+@pytest.mark.parametrize("save", [save_tiny_llama, save_tiny_mixture])
 def test_a_gpu_answers_as_a_cpu_does_in_float32(
     tmp_path: Path,
     tokenizer: Path,
+    save: Callable[[Path], Path],
     tasks: tuple[int | None, ...],
     enable_cuda_graphs: bool,
     enable_async_scheduling: bool,
@@ -134,11 +140,12 @@ def test_a_gpu_answers_as_a_cpu_does_in_float32(
     on_gpu = make_engine(
         tmp_path,
         tokenizer,
+        save,
         dtype="float32",
         enable_cuda_graphs=enable_cuda_graphs,
         enable_async_scheduling=enable_async_scheduling,
     )
-    on_cpu = make_engine(tmp_path, tokenizer, device="cpu")
+    on_cpu = make_engine(tmp_path, tokenizer, save, device="cpu")
     assert tokens(on_gpu, requests(tasks)) == tokens(on_cpu, requests(tasks))
 
 

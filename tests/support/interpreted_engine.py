@@ -20,12 +20,25 @@ from multilora_engine.engine.engine import Engine
 from multilora_engine.lora.format import pack_adapter, pack_peft
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_wire.layout import AdapterLayout
+from multilora_wire.module_names import (
+    ATTN_DENSE,
+    ATTN_Q,
+    MLP_4H_TO_H,
+    MOE_4H_TO_H,
+    MOE_H_TO_4H,
+    MOE_ROUTER,
+    SHARED_EXPERT_GATE,
+    SHARED_UP,
+)
 from multilora_wire.peft_files import read_peft
 from multilora_wire.tensor_file import MemoryBytes
 from support.adapters import wire_adapter
 from support.engines import run_all
 
 _RANKS = (3, 8)
+_ADAPTED = (ATTN_Q, ATTN_DENSE, MLP_4H_TO_H, MOE_H_TO_4H, MOE_4H_TO_H, MOE_ROUTER, SHARED_EXPERT_GATE, SHARED_UP)
+"""Modules that adapters change, where layers have them."""
+
 _EMBED = "model.embed_tokens"
 _TASKS = (None, 0, 1, 2, 3, 0)
 _BAD = tuple((first, second) for first in range(VOCAB_SIZE) for second in range(0, VOCAB_SIZE, 9))
@@ -53,7 +66,7 @@ def make_engine(model: Path, tokenizer: Path, **options: Any) -> Engine:
     engine = Engine(config)
     layout = engine.info.adapter_layout
     for task, rank in enumerate(_RANKS):
-        rows = [(module, layer, rank) for layer in range(2) for module in (1, 4, 6)]
+        rows = [(m.module_id, m.layer, rank) for m in layout.sites.plain_modules if m.module_id in _ADAPTED]
         wire = wire_adapter(layout, rows, seed=task, scale=0.5)
         engine.put_adapter(task, pack_adapter(wire.weights, wire.config, layout))
     for task, (config_text, weights) in enumerate(_outer_files(layout), start=len(_RANKS)):

@@ -15,14 +15,13 @@ import torch
 from support.engines import run_all
 from support.gpu_path import make_engine
 from support.recorded_graph import RecordedPieces, record
+from support.tiny_mixture import save_tiny_mixture
 from transformers import (
     Cohere2Config,
     Cohere2ForCausalLM,
     Glm4Config,
     Glm4ForCausalLM,
     PreTrainedModel,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
 )
 
 from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
@@ -46,27 +45,8 @@ from multilora_wire.layout import adapter_layout
 MAX_NUM_SEQS, MAX_LEN = 5, 64
 
 
-def _save_mixture(path: Path, num_hidden_layers: int) -> Path:
-    """A dense layer, then one with experts and a shared one."""
-    shape = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 4}
-    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    config = Qwen2MoeConfig(
-        **shape,
-        **experts,
-        shared_expert_intermediate_size=40,
-        num_hidden_layers=num_hidden_layers,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.4,
-        decoder_sparse_step=2,
-    )
-    torch.manual_seed(7)
-    Qwen2MoeForCausalLM(config).save_pretrained(path)
-    return path
-
-
 @pytest.mark.parametrize(
-    ("save", "enable_async_scheduling"), [(save_tiny_llama, False), (save_tiny_llama, True), (_save_mixture, True)]
+    ("save", "enable_async_scheduling"), [(save_tiny_llama, False), (save_tiny_llama, True), (save_tiny_mixture, True)]
 )
 def test_graphs_choose_the_tokens_of_steps_without(
     tmp_path: Path, default_model_dir: Path, save: Callable[..., Path], enable_async_scheduling: bool
@@ -86,7 +66,7 @@ def test_graphs_choose_the_tokens_of_steps_without(
 
 @pytest.mark.parametrize(
     ("save", "max_num_batched_tokens"),
-    [*((save_tiny_llama, size) for size in (5, 70, 200)), (_save_mixture, 70)],
+    [*((save_tiny_llama, size) for size in (5, 70, 200)), (save_tiny_mixture, 70)],
 )
 def test_steps_with_prompts_choose_the_same_tokens_in_pieces(
     tmp_path: Path, default_model_dir: Path, save: Callable[..., Path], max_num_batched_tokens: int
