@@ -29,6 +29,7 @@ from multilora_client.openai.settings import (
     FrontSettings,
 )
 from multilora_client.openai.tools.formats import ParserName
+from multilora_client.openai.tools.reasoning import ReasoningName
 from multilora_client.terminal import Url, one_line_errors
 
 if TYPE_CHECKING:
@@ -96,6 +97,13 @@ AllowLoading = Annotated[
 Parser = Annotated[
     ParserName, typer.Option(help="How the model writes calls of functions; none leaves them in the text.")
 ]
+Reasoning = Annotated[
+    ReasoningName,
+    typer.Option(
+        help="Text in <think> and </think> before an answer is reasoning. auto: if the answer begins with <think>; "
+        "open: the chat template has written it; none: it stays in the text."
+    ),
+]
 CorsOrigins = Annotated[
     list[str] | None,
     typer.Option("--cors-origin", metavar="ORIGIN", help="Web pages of it may ask, * for all; may be repeated."),
@@ -148,6 +156,7 @@ def openai(
     key: Key = None,
     allow_loading: AllowLoading = False,
     tool_call_parser: Parser = "auto",
+    reasoning_parser: Reasoning = "auto",
     cors_origin: CorsOrigins = None,
     server_metrics: ServerMetrics = "",
     client_header_secret_file: SecretFile = None,
@@ -182,6 +191,7 @@ def openai(
             max_body_bytes,
             docs,
             tool_call_parser,
+            reasoning_parser,
             tuple(cors_origin or ()),
             server_metrics,
             page,

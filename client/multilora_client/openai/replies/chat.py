@@ -9,8 +9,18 @@ from multilora_client.generation import Alternative, Answer, Chunk, Generation
 from multilora_client.openai.replies.logprobs import chat_logprobs, prompt_logprobs, spell_id, spell_text
 from multilora_client.openai.replies.reply import Choice, Content, Reply
 from multilora_client.openai.schemas.chat import ChatRequest
-from multilora_client.openai.tools.calls import AnswerParser, Delta, TextDelta, ToolCall, join_calls, join_text
+from multilora_client.openai.tools.calls import (
+    AnswerParser,
+    Delta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCall,
+    join_calls,
+    join_reasoning,
+    join_text,
+)
 from multilora_client.openai.tools.formats import ToolFormat
+from multilora_client.openai.tools.reasoning import ReasoningName
 
 
 class ChatChoice(Choice):
@@ -21,9 +31,11 @@ class ChatChoice(Choice):
 
     def whole(self, answer: Alternative, generation: Generation) -> Content:
         deltas = [*self._parser.feed(answer.text), *self._parser.finish()]
-        text, calls = join_text(deltas), join_calls(deltas)
-        content = text or None if calls or self._request.tool_use.is_forced else text
+        text, calls, reasoning = join_text(deltas), join_calls(deltas), join_reasoning(deltas)
+        content = text or None if calls or reasoning or self._request.tool_use.is_forced else text
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = [call_body(call) for call in calls]
         return {"message": message, "logprobs": self._logprobs(answer)}
@@ -56,11 +68,14 @@ class ChatReply(Reply):
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
-    def __init__(self, request: ChatRequest, request_id: str, tool_format: ToolFormat | None) -> None:
+    def __init__(
+        self, request: ChatRequest, request_id: str, tool_format: ToolFormat | None, reasoning: ReasoningName
+    ) -> None:
         """tool_format: how the model writes calls unless it is guided; None to leave them in the text."""
         super().__init__(request, request_id, num_prompts=1)
         self._chat = request
         self._tool_format = tool_format
+        self._reasoning = reasoning
 
     def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
         body = super().whole(generations)
@@ -69,7 +84,7 @@ class ChatReply(Reply):
         return body
 
     def _choice(self, prompt_index: int) -> Choice:
-        return ChatChoice(self._chat, self._chat.parser(self._tool_format))
+        return ChatChoice(self._chat, self._chat.parser(self._tool_format, self._reasoning))
 
     def _body(self, object_name: str, choices: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
         body = super()._body(object_name, choices, answer)
@@ -87,6 +102,8 @@ def call_body(call: ToolCall) -> dict[str, Any]:
 def _delta_body(delta: Delta) -> dict[str, Any]:
     if isinstance(delta, TextDelta):
         return {"content": delta.text}
+    if isinstance(delta, ReasoningDelta):
+        return {"reasoning_content": delta.text}
     head = {"id": delta.call_id, "type": "function"} if delta.call_id else {}
     name = {"name": delta.name} if delta.call_id else {}
     return {"tool_calls": [{"index": delta.index, **head, "function": {**name, "arguments": delta.arguments}}]}

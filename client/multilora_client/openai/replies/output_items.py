@@ -1,4 +1,4 @@
-"""`OutputItems`: the messages and calls that an answer of /v1/responses consists of, while it comes."""
+"""`OutputItems`: the reasoning, messages and calls that an answer of /v1/responses consists of, while it comes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from multilora_client.openai.tools.calls import CallDelta, Delta, TextDelta
+from multilora_client.openai.tools.calls import CallDelta, Delta, ReasoningDelta, TextDelta
 
 Event = dict[str, Any]
 
@@ -58,6 +58,30 @@ class _Message(_Item):
         yield from super().close(status)
 
 
+class _Reasoning(_Item):
+    """What the model thought. It has no log-probs."""
+
+    def __init__(self, request_id: str, place: int) -> None:
+        super().__init__("rs", request_id, place, {"type": "reasoning", "summary": [], "content": []})
+        self._part = {"type": "reasoning_text", "text": ""}
+        self._part_place = self._place | {"content_index": 0}
+
+    def open(self) -> Iterator[Event]:
+        yield from super().open()
+        yield {"type": "response.content_part.added", **self._part_place, "part": dict(self._part)}
+
+    def add(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+        self._part["text"] += text
+        yield {"type": "response.reasoning_text.delta", **self._part_place, "delta": text}
+
+    def close(self, status: str) -> Iterator[Event]:
+        part = dict(self._part)
+        self.body["content"] = [part]
+        yield {"type": "response.reasoning_text.done", **self._part_place, "text": part["text"]}
+        yield {"type": "response.content_part.done", **self._part_place, "part": part}
+        yield from super().close(status)
+
+
 class _Call(_Item):
     def __init__(self, request_id: str, place: int, call: CallDelta) -> None:
         body = {"type": "function_call", "call_id": call.call_id, "name": call.name, "arguments": ""}
@@ -91,6 +115,9 @@ class OutputItems:
             case TextDelta(text):
                 if not isinstance(self._open, _Message):
                     yield from self._start(_Message(self._request_id, self._next))
+            case ReasoningDelta(text):
+                if not isinstance(self._open, _Reasoning):
+                    yield from self._start(_Reasoning(self._request_id, self._next))
             case CallDelta(arguments=text):
                 if delta.call_id:
                     yield from self._start(_Call(self._request_id, self._next, delta))

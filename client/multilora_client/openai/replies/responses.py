@@ -16,17 +16,20 @@ from multilora_client.openai.replies.output_items import Event, OutputItems
 from multilora_client.openai.replies.usage import Usage
 from multilora_client.openai.schemas.responses import ResponsesRequest
 from multilora_client.openai.tools.formats import ToolFormat
+from multilora_client.openai.tools.reasoning import ReasoningName
 
 
 class ResponsesReply:
     """The answer to one request; it has one prompt and one choice."""
 
-    def __init__(self, request: ResponsesRequest, request_id: str, tool_format: ToolFormat | None) -> None:
+    def __init__(
+        self, request: ResponsesRequest, request_id: str, tool_format: ToolFormat | None, reasoning: ReasoningName
+    ) -> None:
         """tool_format: how the model writes calls unless it is guided; None to leave them in the text."""
         self.usage = Usage()
         self._request = request
         chat = request.chat()
-        self._parser = chat.parser(tool_format)
+        self._parser = chat.parser(tool_format, reasoning)
         self._has_text = not chat.tool_use.is_forced
         self._items = OutputItems(request_id)
         self._head = {"id": f"resp_{request_id}", "object": "response", "created_at": int(time.time())}

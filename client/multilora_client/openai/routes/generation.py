@@ -51,7 +51,9 @@ class _Reply(Protocol):
 @router.post("/v1/chat/completions", response_model=None)
 async def complete_chat(body: ChatRequest, request: Request, caller: Caller, front: TheFront) -> Response:
     inquiry = _inquiry(_model(body, caller, front), request, caller, front)
-    reply = ChatReply(body, inquiry.request_id, TOOL_FORMATS.get(front.settings.tool_call_parser))
+    settings = front.settings
+    tool_format = TOOL_FORMATS.get(settings.tool_call_parser)
+    reply = ChatReply(body, inquiry.request_id, tool_format, settings.reasoning_parser)
     return await _answer(body, inquiry, reply, request, front)
 
 
@@ -64,7 +66,9 @@ async def complete(body: CompletionRequest, request: Request, caller: Caller, fr
 @router.post("/v1/responses", response_model=None)
 async def respond(body: ResponsesRequest, request: Request, caller: Caller, front: TheFront) -> Response:
     inquiry = _inquiry(caller.model(body.model), request, caller, front)
-    reply = ResponsesReply(body, inquiry.request_id, TOOL_FORMATS.get(front.settings.tool_call_parser))
+    settings = front.settings
+    tool_format = TOOL_FORMATS.get(settings.tool_call_parser)
+    reply = ResponsesReply(body, inquiry.request_id, tool_format, settings.reasoning_parser)
     return await _answer(body, inquiry, reply, request, front)
 
 

@@ -22,6 +22,7 @@ from multilora_client.openai.schemas.tools import CallOfMessage, NamedChoice, To
 from multilora_client.openai.tools.calls import AnswerParser
 from multilora_client.openai.tools.formats import ToolFormat
 from multilora_client.openai.tools.prompt import tell_tools
+from multilora_client.openai.tools.reasoning import ReasoningName, ReasoningParser
 from multilora_client.openai.tools.use import ToolUse
 from multilora_client.options import GenerateOptions
 
@@ -217,9 +218,21 @@ class ChatRequest(Sampling):
     def tool_use(self) -> ToolUse:
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
-    def parser(self, tool_format: ToolFormat | None) -> AnswerParser:
-        """The parser of one answer. tool_format: the model's own form of calls; None to leave them in the text."""
-        return self.tool_use.parser(tool_format, self._answer_guide())
+    def parser(self, tool_format: ToolFormat | None, reasoning: ReasoningName = "none") -> AnswerParser:
+        """The parser of one answer. tool_format: the model's own form of calls; None to leave them in the text.
+
+        A guided answer follows its guide from its first character on: it has no thinking.
+        """
+        parser = self.tool_use.parser(tool_format, self._answer_guide())
+        if reasoning == "none" or self.guide() or not self.separate_reasoning:
+            return parser
+        is_open = reasoning == "open" and self._opens_thinking()
+        return ReasoningParser(parser, is_open, self.include_reasoning, self.stream_reasoning)
+
+    def _opens_thinking(self) -> bool:
+        """Whether a template that opens the model's thinking does so for this chat."""
+        asked = (self.chat_template_kwargs.get(name) for name in ("enable_thinking", "thinking"))
+        return self.add_generation_prompt and not self.continue_final_message and False not in asked
 
     def guide(self) -> GenerateOptions:
         """The guide of the text, be it calls or an answer."""

@@ -101,7 +101,7 @@ class Sampling(TokenChoice):
     length_penalty: Annotated[float, only(1.0)] = 1.0
     early_stopping: Annotated[bool, only(False)] = False
     guided_decoding_backend: str | None = None  # which library obeys the guide, not the guide
-    include_reasoning: bool = True  # these three: where a server tells reasoning from text
+    include_reasoning: bool = True  # vLLM's; the next two are SGLang's
     separate_reasoning: bool = True
     stream_reasoning: bool = True
     mm_processor_kwargs: Annotated[dict[str, Any] | None, only({})] = None

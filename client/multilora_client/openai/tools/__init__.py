@@ -4,5 +4,6 @@ use                                        `ToolUse`: the functions that an answ
 formats, prompt                            how models write calls; tools told to a model whose template cannot
 guide                                      the JSON schema of an answer that calls functions
 parser, json_span                          takes calls out of a text while it comes
-calls                                      the parts of an answer: text, and calls
+reasoning                                  takes a model's thinking out of it
+calls                                      the parts of an answer: reasoning, text, and calls
 """

@@ -1,4 +1,4 @@
-"""The parts of an answer: text, and calls of functions. The answer comes in pieces, which add up to the whole."""
+"""The parts of an answer: reasoning, text and calls of functions. They come in pieces, which add up to the whole."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ class TextDelta:
 
 
 @dataclass(frozen=True)
+class ReasoningDelta:
+    """A piece of what the model thought before its answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class CallDelta:
     """A piece of the call with this index. The first one has the `name` and the `call_id`, every one `arguments`.
 
@@ -31,7 +38,7 @@ class CallDelta:
     call_id: str = ""
 
 
-Delta = TextDelta | CallDelta
+Delta = TextDelta | ReasoningDelta | CallDelta
 
 
 class AnswerParser(Protocol):
@@ -106,6 +113,10 @@ class ToolCall:
 
 def join_text(deltas: Iterable[Delta]) -> str:
     return "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
+
+
+def join_reasoning(deltas: Iterable[Delta]) -> str:
+    return "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
 
 
 def join_calls(deltas: Iterable[Delta]) -> list[ToolCall]:

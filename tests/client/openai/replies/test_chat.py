@@ -320,3 +320,47 @@ def test_a_forced_function_without_parameters_is_called_with_none(
     for arguments, fits in ({}, True), ({"a": 1}, False), ([], False):
         call = arguments if choice == NAMED else [{"name": "sky", "parameters": arguments}]
         assert jsonschema.Draft202012Validator(schema).is_valid(call) == fits
+
+
+THOUGHT = ["<think>\nRain", " falls.", "\n</think>", "\n\nYes", "."]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(
+    ("parser", "pieces", "options", "reasoning", "content"),
+    [
+        ("auto", THOUGHT, {}, "Rain falls.", "Yes."),
+        ("auto", ["Yes", "."], {}, None, "Yes."),
+        ("auto", THOUGHT[:2], {}, "Rain falls.", None),
+        ("none", THOUGHT, {}, None, "".join(THOUGHT)),
+        ("open", ["Rain", " falls.</think>Yes."], {}, "Rain falls.", "Yes."),
+        ("open", ["Yes."], {"chat_template_kwargs": {"enable_thinking": False}}, None, "Yes."),
+        ("open", ['{"a": 1}'], {"response_format": {"type": "json_object"}}, None, '{"a": 1}'),
+        ("auto", THOUGHT, {"include_reasoning": False}, None, "Yes."),
+        ("auto", THOUGHT, {"separate_reasoning": False}, None, "".join(THOUGHT)),
+        ("auto", THOUGHT, {"stream_reasoning": False}, "Rain falls.", "Yes."),
+    ],
+)
+def test_thinking_is_told_apart_from_the_answer(
+    catalogue: Catalogue,
+    open_front: Callable[..., TestClient],
+    server: Any,
+    parser: Any,
+    pieces: list[str],
+    options: dict[str, Any],
+    reasoning: str | None,
+    content: str | None,
+    is_streamed: bool,
+) -> None:
+    server.pieces = pieces
+    front = open_front(catalogue, FrontSettings(reasoning_parser=parser))
+    body = {"model": "base", "messages": QUESTION, "stream": is_streamed, **options}
+    answer = front.post("/v1/chat/completions", json=body)
+    if not is_streamed:
+        message = answer.json()["choices"][0]["message"]
+        assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+        return
+    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n")[:-2]]
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == (reasoning or "")
+    assert "".join(delta.get("content") or "" for delta in deltas) == (content or "")

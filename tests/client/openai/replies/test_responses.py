@@ -340,3 +340,29 @@ def test_refusals_are_in_the_words_of_the_protocol(front: TestClient, given: dic
 
     assert error["message"].startswith(message), error["message"]
     assert error["param"] == next(iter(given))
+
+
+def test_thinking_is_an_item_before_the_answer(front: TestClient, user: openai.OpenAI, server: Any) -> None:
+    server.pieces = ["<think>\nRain", " falls.</think>", "\n\nYes."]
+    answer = user.responses.create(model="base", input="Rain?", store=False)
+    Response.model_validate(answer.to_dict())
+    thought, message = answer.output
+    assert thought.type == "reasoning"
+    assert thought.content is not None
+    assert [part.text for part in thought.content] == ["Rain falls."]
+    assert (message.type, answer.output_text) == ("message", "Yes.")
+    events = streamed(front)
+    assert types(events)[2:9] == [
+        "output_item.added",
+        "content_part.added",
+        "reasoning_text.delta",
+        "reasoning_text.delta",
+        "reasoning_text.done",
+        "content_part.done",
+        "output_item.done",
+    ]
+    assert [item["type"] for item in events[-1]["response"]["output"]] == ["reasoning", "message"]
+    history = [*({**item, "status": None} for item in answer.to_dict()["output"]), {"role": "user", "content": "Why?"}]
+    front.post(PATH, json={"model": "base", "input": history})
+    told = server.chat()[0]
+    assert (told["role"], told["reasoning_content"]) == ("assistant", "Rain falls.")
