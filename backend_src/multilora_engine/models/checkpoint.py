@@ -33,6 +33,8 @@ class Checkpoint:
         self.path = path
         self.files = checkpoint_files(path)
         self._gguf = GGUFWeights(path) if is_gguf(path) else None
+        self._readers: dict[Path, Any] = {}
+        self._opened = contextlib.ExitStack()
         self._file_of: dict[str, Path] = {}
         self.tensors: dict[str, StoredTensor] = {}
         if self._gguf is not None:
@@ -46,12 +48,19 @@ class Checkpoint:
                     self._file_of[name] = file
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor, read out of its turn."""
+        """One tensor, read out of its turn. Its file stays open until `close`: to open it takes its whole header."""
         if self._gguf is not None:
             return self._gguf.tensor(name)
-        with opened(self._file_of[name]) as tensors:
-            found: torch.Tensor = tensors.get_tensor(name)
+        file = self._file_of[name]
+        if file not in self._readers:
+            self._readers[file] = self._opened.enter_context(opened(file))
+        found: torch.Tensor = self._readers[file].get_tensor(name)
         return found
+
+    def close(self) -> None:
+        """Close the files that `tensor` opened."""
+        self._readers.clear()
+        self._opened.close()
 
     def read(self) -> Iterator[tuple[str, torch.Tensor, Path]]:
         """All tensors with their files, one at a time. A file may have a tensor that another has, too."""

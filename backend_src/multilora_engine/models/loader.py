@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -34,12 +35,12 @@ def load_model(
     or disagrees with another; also where `check_model` finds another answer than transformers gives.
     """
     config = config or read_model_config(path)
-    checkpoint = Checkpoint(path)
-    weights = weight_format(checkpoint, placement)
-    model = build_model(config, weights, checkpoint.tensors)
-    loading = _Loading(model, weights, on_progress)
-    for name, tensor, file in checkpoint.read():
-        loading.take(name, tensor, file)
+    with contextlib.closing(Checkpoint(path)) as checkpoint:
+        weights = weight_format(checkpoint, placement)
+        model = build_model(config, weights, checkpoint.tensors)
+        loading = _Loading(model, weights, on_progress)
+        for name, tensor, file in checkpoint.read():
+            loading.take(name, tensor, file)
     loading.finish(path)
     check_model(model)
     return model

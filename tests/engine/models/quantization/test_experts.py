@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from support.checkpoint_modules import checkpoint_modules
 from support.gptq_awq import Codes, gptq_config, gptq_tensors, quantized, save_linears
 from support.loaded_weights import load
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from multilora_engine.errors import ConfigError
+from multilora_engine.models import checkpoint
 
 EXPERTS = "model.layers.0.block_sparse_moe.experts"
 SHAPE = {
@@ -75,6 +77,20 @@ def test_inputs_of_experts_grouped_by_activations_are_refused_unless_they_lie_in
     save(tmp_path / "any order", partial(codes, True), desc_act=True)
     with pytest.raises(ConfigError, match=rf"{EXPERTS}.0.w1.g_idx groups inputs by .* desc_act false"):
         load(tmp_path / "any order")
+
+
+def test_a_file_is_not_opened_for_each_tensor_of_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixture has thousands of them, and whoever opens a file reads the names of all its tensors."""
+    save(tmp_path, lambda name, weight: quantized(weight, 4, 8) if ".experts." in name else None)
+    files = []
+
+    def counted(file: Path, **options: object) -> object:
+        files.append(file)
+        return safe_open(file, **options)
+
+    monkeypatch.setattr(checkpoint, "safe_open", counted)
+    load(tmp_path)
+    assert len(files) == 3  # for the shapes, the groups and the weights
 
 
 def test_a_router_of_codes_is_refused(tmp_path: Path) -> None:
