@@ -28,10 +28,13 @@ def config_sites(fields: Fields) -> ModelSites:
     fields: of config.json as it is, or completed by transformers with its `model_type`. A model type that is not
     listed here has Llama's linears.
 
-    Raises KeyError, TypeError or ArithmeticError where a size is missing or is no number.
+    Raises KeyError, TypeError or ArithmeticError where a size is missing or is no number, and ValueError for experts
+    of a model type that is not listed.
     """
     hidden, num_heads = fields["hidden_size"], fields["num_attention_heads"]
     model_type = fields.get("model_type", "")
+    if model_type not in _MLPS and any(fields.get(name) for name in _NUMBERS_OF_EXPERTS):
+        raise ValueError(f"experts of model type {model_type!r} are not known")
     head_size = fields.get("head_dim") or hidden // num_heads
     num_kv_heads = fields.get("num_key_value_heads") or num_heads
     attention = attention_shapes(hidden, num_heads * head_size, num_kv_heads * head_size)
@@ -82,6 +85,9 @@ def _num_experts(fields: Fields) -> int:
     num_experts: int = fields["num_experts" if "num_experts" in fields else "num_local_experts"]
     return num_experts
 
+
+_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Fields that mixtures of all model types have one of."""
 
 _MLPS: Mapping[str, Callable[[Fields, int], list[SiteShape]]] = {
     "gpt_oss": _experts,

@@ -85,6 +85,14 @@ def test_the_form_of_experts_is_that_of_transformers(name: str) -> None:
     assert (form.is_transposed, form.is_interleaved) == (experts.is_transposed, not experts.is_concatenated)
 
 
+@pytest.mark.parametrize("field", ["num_local_experts", "n_routed_experts"])
+def test_experts_of_an_unknown_model_type_are_not_taken_for_one_mlp(field: str) -> None:
+    fields = SHAPE | {"model_type": "phimoe"}
+    assert {site.experts for site in config_sites(fields | {field: 0}).sites} == {1}
+    with pytest.raises(ValueError, match="experts of model type 'phimoe' are not known"):
+        config_sites(fields | {field: 16})
+
+
 @pytest.mark.parametrize(
     "changes", [{"hidden_size": None}, {"num_attention_heads": 0, "head_dim": None}, {"decoder_sparse_step": 0}]
 )
