@@ -229,10 +229,11 @@ class _PairReader:
                 a, b = _both(a_parts.get(expert), b_parts.get(expert))
                 if ".gate_up_projs." not in b.peft_name:
                     self._check_order(linear, b)
-                matrices = (self._matrix(a, expert, num_experts), self._matrix(b, expert, num_experts))
+                a_matrix = self._matrix(a, expert, num_experts if None in sides["a"] else 0)
+                b_matrix = self._matrix(b, expert, num_experts if None in sides["b"] else 0)
                 # The name of one expert is longer than that of all.
                 peft_name = max(a.peft_name, b.peft_name, key=len)
-                yield from self._split(modules, expert, *matrices, peft_name, _other_names(peft_name, linear))
+                yield from self._split(modules, expert, a_matrix, b_matrix, peft_name, _other_names(peft_name, linear))
 
     def wrapped(self, found: Mapping[tuple[int, str], _Pair]) -> Iterator[ExpertPair]:
         """The matrices under PEFT's names of parameters."""
@@ -278,10 +279,13 @@ class _PairReader:
         return dict.fromkeys(range(num_experts), parts[None])
 
     def _matrix(self, part: FoundPart, expert: int, num_experts: int) -> StoredMatrix:
-        """The matrix of an expert in a tensor under the name of a linear."""
+        """The matrix of an expert in a tensor under the name of a linear.
+
+        num_experts: that the tensor may have; 0 for a tensor of one expert.
+        """
         shape = part.place.shape
-        if len(shape) not in (2, 3) or 0 in shape:
-            raise PeftError(f"{part} is neither a matrix nor one matrix for each expert")
+        if len(shape) not in ((2, 3) if num_experts else (2,)) or 0 in shape:
+            raise PeftError(f"{part} is not a matrix{' or one matrix for each expert' if num_experts else ''}")
         if len(shape) == 2:
             return StoredMatrix(part.place, (shape[0], shape[1]))
         if shape[0] not in (1, num_experts):
@@ -333,7 +337,7 @@ class _PairReader:
         if release == (0, 19, 0):
             raise PeftError(
                 f"{where}; peft_version of {PEFT_CONFIG_FILE} is {quoted(version)}, which mistook one for the other. "
-                "Save the adapter with PEFT 0.19.1 or later"
+                "Train the adapter with PEFT 0.19.1 or later"
             )
         is_exchanged = release < (0, 19, 0) and not self._sites.experts_form.is_transposed
         if seen and is_exchanged not in seen:

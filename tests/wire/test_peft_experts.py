@@ -281,7 +281,7 @@ def test_pefts_version_tells_inputs_from_outputs_where_there_are_as_many(
         ),
         ({"peft_version": "yesterday's"}, 'peft_version .* it is "yesterday\'s"'),
         ({"peft_version": "0.16.0"}, "it is '0.16.0'"),
-        ({"peft_version": "0.19.0"}, "'0.19.0', which mistook one for the other. Save the adapter with PEFT 0.19.1"),
+        ({"peft_version": "0.19.0"}, "'0.19.0', which mistook one for the other. Train the adapter with PEFT 0.19.1"),
         ({"peft_version": "0.19.0.dev0"}, "mistook one for the other"),
     ],
 )
@@ -362,8 +362,13 @@ FACTORS = random_factors(PLAIN, layers=[1])
             "have 25 outputs",
         ),
         # Tensors that are no matrices of experts.
-        ({A_ONE: zeros(3, 20, 1, 1), B_ONE: zeros(12, 3)}, r"\[3, 20, 1, 1\] is neither a matrix nor"),
-        ({A_ONE: zeros(3, 0), B_ONE: zeros(12, 3)}, "is neither a matrix nor"),
+        ({A_ONE: zeros(3, 20, 1, 1), B_ONE: zeros(12, 3)}, r"\[3, 20, 1, 1\] is not a matrix$"),
+        ({A_ONE: zeros(4, 3, 20), B_ONE: zeros(4, 12, 3)}, r"\[4, 3, 20\] is not a matrix$"),
+        (
+            {A_ONE.replace(".0.", "."): zeros(3), B_ONE.replace(".0.", "."): zeros(12, 3)},
+            "or one matrix for each expert$",
+        ),
+        ({A_ONE: zeros(3, 0), B_ONE: zeros(12, 3)}, r"\[3, 0\] is not a matrix$"),
         ({WRAPPED_A: zeros(12), WRAPPED_B: zeros(24, 12)}, "two forms|are not the matrices"),
         ({WRAPPED_A: zeros(12, 0), WRAPPED_B: zeros(24, 12)}, "are not the matrices of 4 experts"),
         ({A_ONE: zeros(3, 20)}, "experts.0.gate_proj.lora_A.weight has no lora_B beside it"),
