@@ -13,6 +13,7 @@ from support.parity import answer_as_peft_does_in_little_memory, assert_adapters
 from transformers.pytorch_utils import Conv1D
 
 from checkpoints.tiny_decoders import tiny_decoder
+from multilora_engine.models.general.tree import is_experts
 from multilora_engine.request import GenerationRequest
 
 SHORT = ("gpt2", "gpt_neox", "phi", "stablelm", "opt", "gemma")
@@ -24,7 +25,10 @@ LONG = (
     *("ctrl", "cwm", "electra", "ernie", "ernie4_5", "exaone4", "gpt_bigcode", "granite_swa"),
     *("helium", "hunyuan_v1_dense", "hyperclovax", "jais2", "ministral", "ministral3", "modernbert-decoder"),
     *("nanochat", "nemotron", "olmo", "olmo3", "persimmon", "roc_bert", "seed_oss", "vaultgemma"),
-    *("llama", "qwen2", "gemma3_text", "phi3"),
+    *("afmoe", "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe", "granitemoe"),
+    *("granitemoe_swa", "granitemoeshared", "hy_v3", "hunyuan_v1_moe", "kolibri1", "laguna", "mellum", "minimax_m2"),
+    *("phimoe", "solar_open"),
+    *("llama", "qwen2", "gemma3_text", "phi3", "qwen3_moe", "mixtral"),
 )
 """All others without layers of the engine's own, and some with them."""
 
@@ -61,6 +65,10 @@ def save_with_adapters(model_type: str, directory: Path) -> tuple[Oracle, Path]:
 
 
 def linears_of_layers(model: torch.nn.Module) -> list[str]:
-    """The names of all linears in layers, without the layer, in order."""
+    """The names of all linears in layers, without the layer, in order. Of a mixture those of attention alone: PEFT
+    takes the usual names in MLPs for those of experts.
+    """
     names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)]
+    if any(map(is_experts, model.modules())):
+        names = [name for name in names if "attn" in name and "gate" not in name]
     return list(dict.fromkeys(place[1] for name in names if (place := re.search(r"\.\d+\.(.+)", name))))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,17 @@ from transformers.pytorch_utils import Conv1D
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.log_lines import one_line
-from multilora_engine.models.general.model import is_linear
-from multilora_engine.models.general.trace import NO_INTERFACE, NOT_BY_TOKEN, OTHER_MASK, Trace, Unserved, trace
-from multilora_engine.models.general.tree import TRACED, build_tree, read_hf_config
+from multilora_engine.models.general.model import is_linear, linear_sizes
+from multilora_engine.models.general.trace import (
+    NO_INTERFACE,
+    NOT_BY_TOKEN,
+    OTHER_EXPERTS,
+    OTHER_MASK,
+    Trace,
+    Unserved,
+    trace,
+)
+from multilora_engine.models.general.tree import TRACED, are_plain_experts, build_tree, is_experts, read_hf_config
 from multilora_engine.models.model_config import (
     GeneralDecoder,
     ModelConfig,
@@ -39,7 +47,6 @@ _MIXERS = frozenset({"conv", "linear_attention", "mamba", "recurrent", "hybrid"}
 """Kinds of layers in `layer_types`."""
 
 OTHER_PARTS = "it has parts for pictures, sound or an encoder"
-EXPERTS = "it is a mixture of experts, and only those with layers of the engine's own are served"
 SHARED_KEYS = "its layers share keys and values"
 ROPE_OF_THE_BATCH = "its rotary embeddings change with the longest sequence of a batch"
 OTHER_ENDS = "its embeddings and head are no plain matrices of one vocabulary"
@@ -109,10 +116,13 @@ def _check_config(config: PreTrainedConfig) -> None:
 
 def _check_tree(tree: PreTrainedModel) -> None:
     """Raises Unserved for modules that no trace can run."""
+    plain = {name for name, module in tree.named_modules() if is_experts(module) and are_plain_experts(module)}
     stacked = [
         name
         for name, parameter in tree.named_parameters()
-        if parameter.dim() > 2 and any(word in name for word in ("expert", "moe"))
+        if parameter.dim() > 2
+        and any(word in name for word in ("expert", "moe"))
+        and name.rpartition(".")[0] not in plain
     ]
     convolutions = [name for name, module in tree.named_modules() if isinstance(module, torch.nn.Conv1d)]
     padded = [
@@ -126,7 +136,7 @@ def _check_tree(tree: PreTrainedModel) -> None:
         (bool(convolutions), NOT_BY_TOKEN, convolutions[:1]),
         (bool(padded), OTHER_POSITIONS, padded[:1]),
         (not tree._can_set_attn_implementation(), NO_INTERFACE, ""),
-        (bool(stacked), EXPERTS, stacked[:1]),
+        (bool(stacked), OTHER_EXPERTS, stacked[:1]),
         (bool(tied), OTHER_ENDS, f"{tied[:1]} are tied"),
         (type(head) is not torch.nn.Linear, OTHER_ENDS, "the head"),
         (not isinstance(embeddings, torch.nn.Embedding), OTHER_ENDS, "the embeddings"),
@@ -160,6 +170,7 @@ def _model_config(
     names = {name: _name_of(tree, module) for name, module in (("embeddings", embeddings), ("head", head))}
     is_tied = f"{names['head']}.weight" in tree.all_tied_weights_keys
     attentions, shape = traced.attentions, traced.attentions[0]
+    sites = _sites(tree, traced, names, is_tied)
     config = ModelConfig(
         architecture=type(tree).__name__,
         num_layers=len(attentions),
@@ -177,24 +188,36 @@ def _model_config(
         tie_word_embeddings=is_tied,
         dtype=read_dtype(raw),
         end_token_ids=read_end_token_ids(path, raw, head.out_features),
-        sites=_sites(tree, traced, names, is_tied),
+        sites=sites,
         general=GeneralDecoder(
             path,
             **names,
             body=traced.body,
             attentions=tuple(attention.name for attention in attentions),
-            groups=_groups(tree, traced),
+            groups=_groups(tree, traced, {sites.full_name(site.name) for site in sites.sites}),
         ),
     )
     check_shape(config)
     return config
 
 
-def _groups(tree: PreTrainedModel, traced: Trace) -> tuple[tuple[str, ...], ...]:
-    """The groups of linears in layers. A transposed linear is alone."""
+def _routers(layer: torch.nn.Module) -> set[str]:
+    """The linears beside the experts of a layer that have an output for each of them. Adapters change none of these."""
+    found = set()
+    for name, module in layer.named_modules():
+        if is_experts(module):
+            parent = name.rpartition(".")[0]
+            for child, linear in layer.get_submodule(parent).named_modules():
+                if is_linear(linear) and linear_sizes(linear)[1] == module.num_experts:
+                    found.add(f"{parent}.{child}" if parent else child)
+    return found
+
+
+def _groups(tree: PreTrainedModel, traced: Trace, sites: Container[str]) -> tuple[tuple[str, ...], ...]:
+    """The groups of linears with sites. A transposed linear is alone."""
     groups: list[tuple[str, ...]] = []
     for group in traced.groups:
-        names = [name for name in group if name.startswith(f"{traced.layers_name}.")]
+        names = [name for name in group if name in sites]
         has_transposed = any(isinstance(tree.get_submodule(name), Conv1D) for name in names)
         groups += [(name,) for name in names] if has_transposed else [tuple(names)] if names else []
     return tuple(groups)
@@ -213,7 +236,10 @@ def _sites(tree: PreTrainedModel, traced: Trace, names: Mapping[str, str], is_ti
             name.removeprefix(prefix): sizes for name, sizes in traced.linears.items() if name.startswith(prefix)
         }
         shapes = []
+        routers = _routers(tree.get_submodule(prefix.removesuffix(".")))
         for path, (in_size, out_size) in linears.items():
+            if path in routers:
+                continue
             if path in MODULE_IDS and path not in _FUSED and is_usual(path, in_size, out_size):
                 module_id = MODULE_IDS[path]
             else:

@@ -15,6 +15,7 @@ from multilora_engine.models.general.modules import (
     Body,
     CurrentStep,
     EmbeddingTable,
+    Experts,
     Head,
     HeadRows,
     Linear,
@@ -25,7 +26,14 @@ from multilora_engine.models.general.modules import (
     replace_embeddings,
 )
 from multilora_engine.models.general.tensor_names import TensorNames
-from multilora_engine.models.general.tree import PAGED, build_tree, read_hf_config, set_attend
+from multilora_engine.models.general.tree import (
+    PAGED,
+    build_tree,
+    is_experts,
+    read_hf_config,
+    set_attend,
+    set_experts,
+)
 from multilora_engine.models.layers import Attend, LayerInputs
 from multilora_engine.models.linear import LoRALinear
 from multilora_engine.models.model import HiddenStates, KVGroup, kv_groups
@@ -33,9 +41,11 @@ from multilora_engine.models.model_config import GeneralDecoder, ModelConfig
 from multilora_engine.models.rotary import Rotation
 from multilora_engine.models.weights import (
     Destination,
+    ExpertStack,
     LinearWeight,
     ReadablePlace,
     StoredPart,
+    StoredWeight,
     VectorPlace,
     WeightFormat,
     WeightSwitch,
@@ -61,7 +71,7 @@ class GeneralModel:
         self._general, self._format = general, weights
         self._names = TensorNames(self.tree, tensor_names)
         self._tensors: dict[str, Destination] = {}
-        self._weights: list[LinearWeight] = []
+        self._weights: list[StoredWeight] = []
         self._current = CurrentStep()
         self._others = self._materialise()
         self._replace_outer()
@@ -186,7 +196,7 @@ class GeneralModel:
         if head.bias is not None:
             bias = self._format.placement.vectors(head.out_features)
             self._tensors[self._names.tensor(f"{general.head}.bias")] = VectorPlace(bias)
-        self._put(general.head, Head(self._head, bias, sites, current))
+        self._put(general.head, Head(self._head, bias, self.activation_dtype, sites, current))
 
     def _replace_linears(self) -> None:
         sites = {self.adapter_sites.full_name(site.name): site for site in self.adapter_sites.sites}
@@ -194,10 +204,29 @@ class GeneralModel:
             weight, bias = self._linear(names)
             group = LinearGroup(LoRALinear([sites[name] for name in names], weight, bias), self._current)
             for index, name in enumerate(names):
-                self._put(name, Linear(group, index))
+                self._put(name, Linear(group, index, self.activation_dtype))
         for name, module in list(self.tree.named_modules()):
-            if is_linear(module):
-                self._put(name, PlainLinear(*self._linear([name])))
+            if is_experts(module):
+                self._replace_experts(name, module)
+            elif is_linear(module):
+                self._put(name, PlainLinear(*self._linear([name]), self.activation_dtype))
+
+    def _replace_experts(self, name: str, module: torch.nn.Module) -> None:
+        """Let a module of experts compute by ours, and drop its own parameters."""
+        weights = []
+        for leaf, linears in (("gate_up_proj", 2), ("down_proj", 1)):
+            num_experts, out_features, in_features = getattr(module, leaf).shape
+            count = out_features // linears
+            parts = [
+                [StoredPart(self._names.expert(f"{name}.{leaf}", e, n), n * count, count) for n in range(linears)]
+                for e in range(num_experts)
+            ]
+            stack = ExpertStack(self._names.tensor(f"{name}.{leaf}"))
+            weights.append(self._format.experts(parts, in_features, stack))
+            self._tensors.update(weights[-1].checkpoint_tensors())
+            delattr(module, leaf)
+        self._weights += weights
+        set_experts(module, Experts(*weights).compute)
 
     def _linear(self, names: Sequence[str]) -> tuple[LinearWeight, torch.Tensor | None]:
         """The weight of some linears, one after another, and their biases."""
@@ -239,7 +268,7 @@ class GeneralModel:
         outer = {self.tree.get_submodule(name) for name in (self._general.embeddings, self._general.head)}
         for module_name, module in self.tree.named_modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
-                if not is_linear(module) and module not in outer:
+                if not is_linear(module) and not is_experts(module) and module not in outer:
                     values = torch.empty_like(parameter, device=self.device)
                     parameter = torch.nn.Parameter(values, requires_grad=False)
                     module.register_parameter(name, parameter)

@@ -16,8 +16,8 @@ from multilora_engine.batch.forward_batch import ForwardBatch, KVCache, LoRABatc
 from multilora_engine.models.decoder import adapt_logits, adapted_embeddings
 from multilora_engine.models.linear import LoRALinear
 from multilora_engine.models.rotary import Rotation
-from multilora_engine.models.weights import EmbeddingWeight, LinearWeight
-from multilora_kernels import AttentionOptions, PagedSequences, rotary_attention
+from multilora_engine.models.weights import EmbeddingWeight, ExpertWeights, LinearWeight
+from multilora_kernels import AttentionOptions, PagedSequences, expert_mlp, rotary_attention
 from multilora_wire.sites import ModelSites
 
 
@@ -78,9 +78,10 @@ class LinearGroup:
 class Linear(torch.nn.Module):
     """A linear of a group, in the place of one of transformers'."""
 
-    def __init__(self, group: LinearGroup, index: int) -> None:
+    def __init__(self, group: LinearGroup, index: int, dtype: torch.dtype) -> None:
         super().__init__()
         self._group, self._index = group, index
+        self.weight = torch.empty(0, dtype=dtype)  # modules read its type
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._group.output(self._index, x)
@@ -89,9 +90,10 @@ class Linear(torch.nn.Module):
 class PlainLinear(torch.nn.Module):
     """A linear that adapters do not change: the head is one, and linears that do not see each token once."""
 
-    def __init__(self, weight: LinearWeight, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: LinearWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self._weight, self._bias = weight, bias
+        self.weight = torch.empty(0, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in_features]."""
@@ -103,9 +105,14 @@ class Head(PlainLinear):
     """The head of a model, with adapters where the model has sites for them."""
 
     def __init__(
-        self, weight: LinearWeight, bias: torch.Tensor | None, sites: ModelSites, current: CurrentStep
+        self,
+        weight: LinearWeight,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        sites: ModelSites,
+        current: CurrentStep,
     ) -> None:
-        super().__init__(weight, bias)
+        super().__init__(weight, bias, dtype)
         self._sites, self._current = sites, current
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -170,6 +177,24 @@ class Body(torch.nn.Module):
         assert self._current.head is not None
         assert self.output_class is not None
         return self.output_class(last_hidden_state=self._current.head.rows.unsqueeze(0))
+
+
+@dataclass(frozen=True)
+class Experts:
+    """All experts of a layer."""
+
+    gate_up: ExpertWeights
+    down: ExpertWeights
+
+    def compute(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x: [num_tokens, hidden_size]. expert_ids, weights: [num_tokens, top_k]."""
+        return expert_mlp(
+            x.contiguous(),
+            expert_ids.to(torch.int32).contiguous(),
+            weights.float().contiguous(),
+            self.gate_up.weight,
+            self.down.weight,
+        )
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,15 @@ def check_attention(model: Model) -> None:
         (torch.arange(length, device=device) + 1 + start) * _PRIME % model.config.vocab_size
         for start, length in enumerate(_LENGTHS)
     ]
-    expected = _by_transformers(model, tokens)
-    actual = _by_ours(model, tokens)
+    try:
+        expected, actual = _by_transformers(model, tokens), _by_ours(model, tokens)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever its modules raise
+        raise ConfigError(
+            f"{model.config.architecture} is not served: its modules do not run with linears of the engine: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     largest = expected.abs().max().item()
     difference = (actual - expected).abs().max().item() / largest if largest else 0.0
     if not difference <= _TOLERANCES[model.dtype]:  # so that a NaN is an error, too

@@ -7,9 +7,18 @@ from collections.abc import Iterable
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
 from multilora_engine.errors import ConfigError
+
+_EXPERT = re.compile(r".+\.(\d+)\.[^.]+\.weight")
+"""The number of an expert, in the name of one of its tensors."""
 
 
 class TensorNames:
@@ -25,8 +34,13 @@ class TensorNames:
         self._ignored = [*(tree._keys_to_ignore_on_load_unexpected or ()), *_old_buffers(tree)]
         self._tensor_of: dict[str, str] = {}
         self._module_of: dict[str, str] = {}
+        self._expert_of: dict[tuple[str, int, int], str] = {}
         for stored in tensor_names:
-            name = self._name_in_tree(stored)
+            name, converted = rename_source_key(stored, self._renamings, self._converters)
+            name = self._with_prefix(name)
+            if converted is not None:
+                self._note_expert(name, stored, converted)
+                continue
             self._tensor_of.setdefault(name, stored)
             (module, _, leaf), (stored_module, _, stored_leaf) = name.rpartition("."), stored.rpartition(".")
             if leaf == stored_leaf:
@@ -40,16 +54,27 @@ class TensorNames:
         """The checkpoint's name of a module whose tensors have names of their own, such as those of codes."""
         return self._module_of.get(name, name)
 
+    def expert(self, name: str, expert: int, linear: int) -> str:
+        """The checkpoint's name of one linear of an expert, whose tensor is a part of the tensor `name` of the tree."""
+        return self._expert_of.get((name, expert, linear), f"{name}.{expert}.{linear}")
+
+    def _note_expert(self, name: str, stored: str, pattern: str) -> None:
+        """Keep the place of a tensor of one expert. Raises ConfigError for a tensor that is made into another form."""
+        converter = next(one for one in self._converters if pattern in one.source_patterns)
+        place = _EXPERT.fullmatch(stored)
+        is_stacked = [type(one) for one in converter.operations] in ([MergeModulelist], [MergeModulelist, Concatenate])
+        if place is None or not is_stacked or len(converter.target_patterns) != 1:
+            raise ConfigError(
+                f"tensor {stored}: transformers makes other tensors of it at the load, which is not served"
+            )
+        self._expert_of[name, int(place[1]), converter.source_patterns.index(pattern)] = stored.removesuffix(".weight")
+
     def ignores(self, stored: str) -> bool:
         """Whether transformers passes a tensor over: its module computes it, or no longer has it."""
         return any(re.search(pattern, self._name_in_tree(stored)) for pattern in self._ignored)
 
     def _name_in_tree(self, stored: str) -> str:
-        name, converted = rename_source_key(stored, self._renamings, self._converters)
-        if converted is not None:
-            raise ConfigError(
-                f"tensor {stored}: transformers makes other tensors of it at the load, which is not served"
-            )
+        name, _ = rename_source_key(stored, self._renamings, self._converters)
         return self._with_prefix(name)
 
     def _with_prefix(self, name: str) -> str:

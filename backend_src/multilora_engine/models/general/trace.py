@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from multilora_engine.models.general.tree import MaskPattern, pattern_of, set_attend
+from multilora_engine.models.general.tree import MaskPattern, is_experts, pattern_of, set_attend, set_experts
 
 NUM_TOKENS = 24
 
@@ -34,6 +34,7 @@ OTHER_HEADS = "its layers have different heads"
 OTHER_MASK = "its attention is neither to all tokens before nor to a window of the newest"
 OTHER_ATTENTION = "its attention takes more than queries, keys and values"
 OTHER_ORDER = "its layers do not attend once each, in their order"
+OTHER_EXPERTS = "its experts are not gate, up and down with SiLU that each choose whole tokens"
 UNTRACEABLE = "its modules cannot be traced"
 
 
@@ -100,6 +101,8 @@ class _Recorder:
     def run(self) -> None:
         for name, module in self._tree.named_modules():
             set_attend(module, self._attend(name))
+            if is_experts(module):
+                set_experts(module, self._compute_experts)
             module.register_forward_pre_hook(self._enter)
             module.register_forward_hook(self._leave)
         token_ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64, device="meta")
@@ -167,6 +170,11 @@ class _Recorder:
             return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
 
         return attend
+
+    def _compute_experts(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if x.dim() != 2 or len(x) != NUM_TOKENS or expert_ids.shape != weights.shape or len(expert_ids) != NUM_TOKENS:
+            raise Unserved(OTHER_EXPERTS, f"tokens {list(x.shape)}, choices {list(expert_ids.shape)}")
+        return torch.empty_like(x)
 
     def _shape(
         self, name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, options: Mapping[str, Any]

@@ -13,12 +13,17 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.activations import SiLUActivation
 from transformers.initialization import meta_device_safe_creation_ops
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 PAGED, TRACED, EAGER = "multilora", "multilora_trace", "eager"
 """Names of attention: of ours, of the trace, and of transformers' own. Ours has no mask: it knows the sequences."""
+
+EXPERTS = "multilora"
+"""The name of our function for experts."""
 
 Attend = Callable[..., torch.Tensor]
 """Gets queries, keys and values [1, heads, num_tokens, head_dim], the mask, and the options of attention by their
@@ -39,7 +44,11 @@ def build_tree(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> 
     """The modules, all of whose tensors are on the device `meta`: they have shapes and types, and no memory."""
     with torch.device("meta"), meta_device_safe_creation_ops():
         tree: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+            config,
+            dtype=dtype,
+            attn_implementation=attention,
+            experts_implementation=EXPERTS,
+            trust_remote_code=False,
         )
     tree.eval()
     return tree
@@ -53,6 +62,26 @@ def set_attention(tree: PreTrainedModel, attention: str) -> None:
 def set_attend(module: torch.nn.Module, attend: Attend) -> None:
     """Let a module attend by `attend`, if the tree's attention is `PAGED` or `TRACED`."""
     module.multilora_attend = attend  # type: ignore[assignment]
+
+
+def set_experts(module: torch.nn.Module, function: Callable[..., torch.Tensor]) -> None:
+    """Let a module of experts compute by a function of its input, the chosen experts and their weights."""
+    module.multilora_experts = function  # type: ignore[assignment]
+
+
+def is_experts(module: torch.nn.Module) -> bool:
+    """Whether a module is all experts of a layer, behind transformers' interface for experts."""
+    return hasattr(module, "_is_expert_parallel")
+
+
+def are_plain_experts(module: Any) -> bool:
+    """Whether each expert is down(silu(gate(x)) * up(x)) with the rows of gate before those of up, and no biases."""
+    return (
+        bool(module.has_gate and module.is_concatenated)
+        and not (module.has_bias or module.is_transposed or module.has_post_expert_norm)
+        and type(module)._apply_gate is _default_apply_gate
+        and isinstance(module.act_fn, torch.nn.SiLU | SiLUActivation)
+    )
 
 
 def pattern_of(mask: Any) -> MaskPattern | None:
@@ -72,6 +101,14 @@ def _attention(
     return attend(query, key, value, attention_mask, **options), None
 
 
+def _experts(
+    module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    function: Any = module.multilora_experts
+    y: torch.Tensor = function(hidden_states, top_k_index, top_k_weights)
+    return y
+
+
 def _traced_mask(
     batch_size: int, q_length: int, kv_length: int, mask_function: MaskPattern, **_options: Any
 ) -> torch.Tensor:
@@ -83,3 +120,4 @@ def _traced_mask(
 for _name in (PAGED, TRACED):
     ALL_ATTENTION_FUNCTIONS.register(_name, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(TRACED, _traced_mask)
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)

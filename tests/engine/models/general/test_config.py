@@ -72,6 +72,12 @@ def test_usual_linears_have_ids_of_the_wire_and_others_their_names_alone(tmp_pat
     assert mixed.module_names == own_names | {0: "attn_qkv", 1: "attn_q", 2: "attn_k", 3: "attn_v"}
 
 
+def test_experts_and_routers_are_no_sites(tmp_path: Path) -> None:
+    sites = read_model_config(write_config(tiny_config("hunyuan_v1_moe"), tmp_path), "auto").sites
+    assert not [name for name in sites.site_named if "experts." in name or name.endswith("gate.wg")]
+    assert "layers.1.mlp.shared_mlp.up_proj" in sites.site_named
+
+
 def test_no_row_of_the_wire_names_a_linear_without_an_id(tmp_path: Path) -> None:
     sites = read_model_config(write_config(tiny_config("gpt_neox"), tmp_path), "auto").sites
     layout = adapter_layout(sites, 8, "float32")
@@ -137,6 +143,8 @@ def test_what_transformers_does_not_know_is_refused(changes: dict[str, Any], rea
         ("ministral", {"rope_parameters": DYNAMIC}, general_config.ROPE_OF_THE_BATCH),
         ("gpt_bigcode", {"add_cross_attention": True}, general_config.OTHER_PARTS),
         ("llama", {"is_causal": False}, trace.OTHER_MASK),
+        ("gpt_oss", {}, trace.OTHER_EXPERTS),
+        ("ernie4_5_moe", {"hidden_act": "gelu"}, trace.OTHER_EXPERTS),
     ],
 )
 def test_what_cannot_run_is_refused_with_its_reason(

@@ -104,6 +104,23 @@ def test_every_tensor_has_its_place_or_is_an_error(
         loaded(path)
 
 
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_experts_are_read_one_by_one_and_stacked(is_stacked: bool, tmp_path: Path) -> None:
+    model, path = saved("ernie4_5_moe", tmp_path)
+    if is_stacked:
+        rewrite(path, lambda _: {name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()})
+    assert any(".experts.3.up_proj." in name for name in load_file(path / "model.safetensors")) != is_stacked
+    assert_same_rows(loaded(path), model)
+
+
+def test_an_expert_that_is_missing_is_an_error(tmp_path: Path) -> None:
+    _, path = saved("ernie4_5_moe", tmp_path)
+    gone = "model.layers.1.mlp.experts.3.up_proj.weight"
+    rewrite(path, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != gone})
+    with pytest.raises(ConfigError, match=r"1 tensors are missing from the checkpoint: model.layers.1.mlp.experts"):
+        loaded(path)
+
+
 def test_tensors_that_transformers_would_convert_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.core_model_loading import Transpose, WeightConverter
 
