@@ -8,7 +8,7 @@ scale in B, the magnitude of DoRA divided by the lengths of the adapted weight's
 A tensor that nobody here understands is refused by its name. To serve a kind of adapters, give its tensors' endings a
 part in `_PARTS`, take its names out of `_REFUSED_KEYS`, and put the tensors into `PeftAdapter`: one linear's are found
 by `_linear`, a part of the model that is no linear of a layer has a name that `_split_key` tells. The fields of the
-configuration are `peft_config`'s.
+configuration are `peft_config`'s, the forms of experts `peft_experts`'.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def _broken_files(random: Random, request: WireRequest, facts: ModelFacts) -> No
     for part in parts:
         request.put(part)
     header_bytes = int.from_bytes(weights.data[:8], "little")
-    match random.randrange(9):
+    match random.randrange(10):
         case 0:
             request.tensors.remove(random.choice((weights, config)))
         case 1:
@@ -238,6 +238,19 @@ def _broken_files(random: Random, request: WireRequest, facts: ModelFacts) -> No
         case 7:
             weights.shape = [2, *weights.shape[1:]]
             weights.data *= 2
+        case 8:
+            names = (
+                "experts",
+                "experts.base_layer",
+                "experts.99999.w1",
+                "experts.gate_up_proj",
+                "experts.down_projs.0",
+            )
+            header = weights.data[8 : 8 + header_bytes].replace(
+                b"self_attn.q_proj", f"mlp.{random.choice(names)}".encode()
+            )
+            weights.data = len(header).to_bytes(8, "little") + header + weights.data[8 + header_bytes :]
+            weights.shape = [1, len(weights.data)]
         case _:
             pass
 
