@@ -556,21 +556,25 @@ def _ruled_out(module: WireModule, layout: AdapterLayout) -> str:
 
 def _wire_pieces(row: _Row, weights: torch.Tensor, bits: npt.NDArray[Any], layout: AdapterLayout) -> Iterator[_Values]:
     """The values of a row of `lora_weights`, or of one of its experts. bits: the bits of `weights`."""
-    module, rank = row.module, row.rank
+    module, rank, expert = row.module, row.rank, row.expert
     num_a, num_b = rank * module.in_size, rank * module.out_size
-    starts = (row.expert * num_a, module.experts * num_a + row.expert * num_b, module.experts * (num_a + num_b))
     is_stored_so = TORCH_DTYPES.get(layout.lora_dtype) == weights.dtype
 
-    def stored(index: int, first: int, stop: int) -> npt.NDArray[Any]:
-        places = slice(starts[index] + first, starts[index] + stop)
-        return bits[row.index, places] if is_stored_so else _stored_values(weights[row.index, places], layout)
+    def stored(first: int, stop: int) -> npt.NDArray[Any]:
+        return bits[row.index, first:stop] if is_stored_so else _stored_values(weights[row.index, first:stop], layout)
 
-    yield _Values(0, 0, stored(0, 0, num_a))
+    if module.experts == 1:
+        whole = stored(0, row.num_values)
+        a, b, magnitude = whole[:num_a], whole[num_a : num_a + num_b], whole[num_a + num_b :]
+    else:
+        b_start = module.experts * num_a + expert * num_b
+        a, b, magnitude = stored(expert * num_a, (expert + 1) * num_a), stored(b_start, b_start + num_b), bits[0, :0]
+    yield _Values(0, 0, a)
     bounds = part_bounds(module) if layout.code_bits else (0, module.out_size)
     for start, end in pairwise(bounds):
-        yield _Values(1, start, stored(1, start * rank, end * rank))
+        yield _Values(1, start, b[start * rank : end * rank])
     if row.is_dora:
-        yield _Values(2, 0, stored(2, 0, module.out_size))
+        yield _Values(2, 0, magnitude)
 
 
 def _stored_values(values: torch.Tensor, layout: AdapterLayout) -> npt.NDArray[Any]:

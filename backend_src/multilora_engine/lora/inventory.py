@@ -44,7 +44,7 @@ class Inventory:
         known = self._known(lora_task_id)
         if not isinstance(known, CachedAdapter):
             return _describe_file(known)
-        module_ids = tuple(sorted({row.module_id for row in known.rows}))
+        module_ids = () if known.entries is None else known.entries.module_ids
         return msgspec.structs.replace(self._describe(known), module_ids=module_ids)
 
     def is_known(self, lora_task_id: TaskId) -> bool:

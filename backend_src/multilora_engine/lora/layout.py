@@ -153,7 +153,8 @@ class TableEntries:
     """The entries of `LoRATables` that an adapter has, wherever its pages lie: writing them looks at no row.
 
     columns, ranks: int64 [n]. page, place: int64 [3, n], of A, B and magnitude: a page of the adapter, and elements of
-    the arena from its start; -1 for a magnitude that is not there. outer: the rows outside the layers.
+    the arena from its start; -1 for a magnitude that is not there. outer: the rows outside the layers. module_ids: of
+    all rows, ascending.
     """
 
     columns: npt.NDArray[np.int64]
@@ -161,6 +162,7 @@ class TableEntries:
     page: npt.NDArray[np.int64]
     place: npt.NDArray[np.int64]
     outer: tuple[PackedRow, ...]
+    module_ids: tuple[int, ...]
 
     @classmethod
     def of(cls, rows: Sequence[PackedRow], layout: AdapterLayout) -> TableEntries:
@@ -180,7 +182,9 @@ class TableEntries:
         table = np.array(entries, np.int64).reshape(-1, 5).T.copy()
         page, place = np.divmod(table[2:], layout.page_bytes)
         place = np.where(table[2:] < 0, -1, place // layout.itemsize)
-        return cls(table[0], table[1], page, place, tuple(row for row in rows if row.layer == OUTER_LAYER))
+        outer = tuple(row for row in rows if row.layer == OUTER_LAYER)
+        module_ids = tuple(sorted({row.module_id for row in rows}))
+        return cls(table[0], table[1], page, place, outer, module_ids)
 
     def located(self, pages: Sequence[int], layout: AdapterLayout) -> npt.NDArray[np.int64]:
         """The places of A, B and magnitude as elements of the whole arena, int64 [3, n]. pages: of the arena.

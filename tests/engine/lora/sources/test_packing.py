@@ -185,7 +185,7 @@ def test_no_legal_adapter_is_too_large() -> None:
 
 
 def test_files_of_a_mixture_are_bounded_by_the_sum_of_what_its_enabled_modules_hold() -> None:
-    """Qwen3-30B-A3B: rows as wide as the widest, which is that of 128 experts, would be 142 GiB."""
+    """Qwen3-30B-A3B: rows as wide as the widest, which is that of 128 experts, would be 33 GiB."""
     sites = model_sites([[*attention_shapes(2048, 4096, 512), *expert_shapes(2048, 768, 128)]] * 48, 2048)
     whole = adapter_layout(sites, 64, "bfloat16")
     values = sum(num_values(module, 64) for module in sites.plain_modules)
