@@ -44,6 +44,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     the answer. embedding_bias: (token id, addend of its logit). bad_token_sequences: never completed.
 
     min_tokens: no end token before this many tokens. end_id: None means the checkpoint's own end tokens; -1 means none.
+    guide_after_thinking: the guide holds for the text after the thinking of a model that thinks (guides/thinking.py).
     guide: an end token is chosen only if the answer parses. If nothing can follow, the answer ends by itself, even
     before `min_tokens`.
     stop_words: matched on the generated text, and never emitted, not even in part. A stop word that spells special
@@ -85,6 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop_token_sequences: tuple[tuple[int, ...], ...] = ()
     include_stop_str_in_output: bool = False
     guide: Guide | None = None
+    guide_after_thinking: bool = False
     return_log_probs: bool = False
     num_top_log_probs: int = 0
     return_context_logits: bool = False

@@ -112,6 +112,7 @@ _SAMPLING_INPUTS: Mapping[str, tuple[str, type[np.generic]]] = {
     "add_special_tokens": ("add_special_tokens", np.bool_),
     "truncate_prompt_tokens": ("truncate_prompt_tokens", np.int32),
     "include_stop_str_in_output": ("include_stop_str_in_output", np.bool_),
+    "guide_after_thinking": ("guided_decoding_after_thinking", np.bool_),
     "priority": ("priority", np.int32),
     "lora_start": ("lora_start", np.int32),
     "return_context_logits": ("return_context_logits", np.bool_),

@@ -62,7 +62,8 @@ class GenerateOptions(ChatOptions, total=False):
     stop_words: texts that end the answer. stop_token_ids: tokens that end the answer. Their text is not part of the
         answer, unless include_stop_str_in_output is true. bad_words: exact token sequences that are never generated.
     guide_type, guide: the form that the answer must have: `json` (without a guide), or `json_schema`, `regex` or
-        `ebnf_grammar` with its text as the guide.
+        `ebnf_grammar` with its text as the guide. guide_after_thinking: a model that thinks may do so first; not at the
+        ensembles.
     lora_name: the adapter by the name under which the server has it, instead of by its id.
     lora_start: the position in the prompt, in tokens, from which on the adapter computes; the base computes the tokens
         before that. Not given: an activated adapter finds its invocation tokens, any other one computes all tokens.
@@ -107,6 +108,7 @@ class GenerateOptions(ChatOptions, total=False):
     bad_words: Sequence[str] | None
     guide_type: str | None
     guide: str | None
+    guide_after_thinking: bool | None
     lora_name: str | None
     lora_start: int | None
     lora_set: Mapping[int | str, float] | None

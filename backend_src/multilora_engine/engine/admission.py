@@ -26,6 +26,7 @@ from multilora_engine.errors import (
     RequestError,
 )
 from multilora_engine.guides.guided import GuideMatcher
+from multilora_engine.guides.thinking import thinking_of
 from multilora_engine.lora.adapter_sets import AdapterSets
 from multilora_engine.lora.adapter_state import CachedAdapter
 from multilora_engine.lora.manager import LoRAManager
@@ -401,6 +402,10 @@ class Admission:
         assert sequence.request.sampling.guide is not None
         self._guides_in_use.compiled(sequence.request.sampling.guide, compiled)
         sequence.guide = compiled
+        if sequence.request.sampling.guide_after_thinking:
+            thinking = thinking_of(sequence.request.prompt_token_ids, self._new_sequences.tokenizer)
+            if thinking is not None:
+                compiled.let_think(thinking)
         # In this order its client's account stays open.
         self._pass_on(sequence)
         self._guide_queue.give_up(sequence)

@@ -29,6 +29,7 @@ from multilora_engine.guides.guide_grammar import (
 )
 from multilora_engine.guides.guide_sandbox import GuideSandbox, GuideWatch
 from multilora_engine.guides.guide_sandbox_process import Trial
+from multilora_engine.guides.thinking import Thinking
 from multilora_engine.log_lines import one_line
 from multilora_engine.request import Guide
 from multilora_engine.text.tokenizer import Tokenizer
@@ -104,9 +105,19 @@ class GuideMatcher:
         self._matcher = compiled.matcher.deep_copy()
         self._text_tokens = text_tokens & ~end_tokens
         self._end_tokens = end_tokens
+        self._thinking: Thinking | None = None
         # The first mask comes with the guide: to compute it here would hold up the guide's other answers.
         if self._allow(compiled.allowed, compiled.may_end):
             raise InvalidRequest("the guide allows nothing but an empty answer")
+
+    def let_think(self, thinking: Thinking) -> None:
+        """Let the model think before the guided text. Called before the first token."""
+        self._thinking = thinking
+        self._guided = self.allowed
+        if thinking.has_begun:
+            self.allowed = self._thought_tokens(thinking)
+        elif thinking.begin_id is not None:
+            self.allowed = self.allowed | self._mask_of(thinking.begin_id)
 
     @property
     def num_bytes(self) -> int:
@@ -119,6 +130,8 @@ class GuideMatcher:
         Raises InvalidRequest if the grammar exceeds a limit. The sequence ends then.
         """
         assert _contains(self.allowed, token_id), f"token {token_id} is against the guide"
+        if self._thinking is not None and self._think(self._thinking, token_id):
+            return False
         if _contains(self._end_tokens, token_id):
             return True
         self.compiled.num_tokens += 1
@@ -129,6 +142,27 @@ class GuideMatcher:
             self.compiled.num_tokens = _MAX_TOKENS_OF_A_LEXER
             raise
         return self._allow(allowed, self._matcher.is_accepting())
+
+    def _think(self, thinking: Thinking, token_id: int) -> bool:
+        """Take a token before the guided text. Returns whether it belongs to the thinking."""
+        if not thinking.has_begun:
+            if token_id != thinking.begin_id:
+                self._thinking = None
+                return False
+            thinking.has_begun = True
+            self.allowed = self._thought_tokens(thinking)
+        elif thinking.is_ended_by(token_id):
+            self._thinking = None
+            self.allowed = self._guided
+        return True
+
+    def _thought_tokens(self, thinking: Thinking) -> NDArray[np.int32]:
+        """The tokens of thinking: any text, and the mark at its end, but no token that ends the answer."""
+        marked = 0 if thinking.end_id is None else self._mask_of(thinking.end_id)
+        return self._text_tokens | marked
+
+    def _mask_of(self, token_id: int) -> NDArray[np.int32]:
+        return _bitmask([token_id], 32 * len(self._text_tokens))
 
     def _allow(self, allowed: NDArray[np.int32], may_end: bool) -> bool:
         """Note the tokens that may come next. Returns whether no text token may."""

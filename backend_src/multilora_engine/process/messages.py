@@ -26,7 +26,7 @@ from multilora_engine.lora.names import TaskId, number_of, scoped_task_id, tenan
 from multilora_engine.process.operations import Operation
 from multilora_engine.request import GenerationRequest, Sender, TokenOutput
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 """The version of the protocol. Every change to this file that an older peer would misread raises it."""
 
 

@@ -316,6 +316,7 @@ def read_sampling(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: T
         return_prompt_log_probs=inputs.common("return_prompt_log_probs", default=False) or num_prompt_top_log_probs > 0,
         num_prompt_top_log_probs=num_prompt_top_log_probs,
         guide=_read_guide(inputs, row),
+        guide_after_thinking=inputs.scalar("guided_decoding_after_thinking", row) or False,
         beam_width=in_range(inputs, "beam_width", row, 1, math.inf) or 1,
         length_penalty=in_range(inputs, "len_penalty", row, -math.inf, math.inf) or 0.0,
         early_stopping=int(_default(inputs.scalar("early_stopping", row), True)),

@@ -100,6 +100,7 @@ ONLY_AT_GENERATION = frozenset(
         "early_stopping",
         "embedding_bias",
         "embedding_bias_ids",
+        "guided_decoding_after_thinking",
         "num_prompt_top_log_probs",
         "request_output_len",
         "return_prompt_log_probs",

@@ -35,8 +35,6 @@ class _Asked(Protocol):
 
     stream: bool
 
-    def questions(self) -> list[Question]: ...
-
 
 class _Reply(Protocol):
     """The reply that their answers become."""
@@ -54,13 +52,13 @@ async def complete_chat(body: ChatRequest, request: Request, caller: Caller, fro
     settings = front.settings
     tool_format = TOOL_FORMATS.get(settings.tool_call_parser)
     reply = ChatReply(body, inquiry.request_id, tool_format, settings.reasoning_parser)
-    return await _answer(body, inquiry, reply, request, front)
+    return await _answer(body, body.questions(settings.reasoning_parser), inquiry, reply, request, front)
 
 
 @router.post("/v1/completions", response_model=None)
 async def complete(body: CompletionRequest, request: Request, caller: Caller, front: TheFront) -> Response:
     inquiry = _inquiry(_model(body, caller, front), request, caller, front)
-    return await _answer(body, inquiry, CompletionReply(body, inquiry.request_id), request, front)
+    return await _answer(body, body.questions(), inquiry, CompletionReply(body, inquiry.request_id), request, front)
 
 
 @router.post("/v1/responses", response_model=None)
@@ -69,7 +67,7 @@ async def respond(body: ResponsesRequest, request: Request, caller: Caller, fron
     settings = front.settings
     tool_format = TOOL_FORMATS.get(settings.tool_call_parser)
     reply = ResponsesReply(body, inquiry.request_id, tool_format, settings.reasoning_parser)
-    return await _answer(body, inquiry, reply, request, front)
+    return await _answer(body, body.questions(settings.reasoning_parser), inquiry, reply, request, front)
 
 
 def _model(body: Sampling, caller: Access, front: OpenaiFront) -> NamedModel:
@@ -90,13 +88,15 @@ def _inquiry(model: NamedModel, request: Request, caller: Caller, front: OpenaiF
     return Inquiry(front.client_of(caller), model, uuid.uuid4().hex, traceparent_of(request), name)
 
 
-async def _answer(asked: _Asked, inquiry: Inquiry, reply: _Reply, request: Request, front: OpenaiFront) -> Response:
+async def _answer(
+    asked: _Asked, questions: list[Question], inquiry: Inquiry, reply: _Reply, request: Request, front: OpenaiFront
+) -> Response:
     """Ask the server. A stream starts to answer with its first piece, so that an earlier failure has its own status."""
     if not asked.stream:
-        body = reply.whole(await unless_gone(request, inquiry.generations(asked.questions())))
+        body = reply.whole(await unless_gone(request, inquiry.generations(questions)))
         front.metrics.count_tokens(reply.usage.counts)
         return JSONResponse(body)
-    chunks = await unless_gone(request, started(inquiry.chunks(asked.questions())))
+    chunks = await unless_gone(request, started(inquiry.chunks(questions)))
     return EventStream(_counted(reply, chunks, front))
 
 

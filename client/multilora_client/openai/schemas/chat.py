@@ -219,15 +219,16 @@ class ChatRequest(Sampling):
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def parser(self, tool_format: ToolFormat | None, reasoning: ReasoningName = "none") -> AnswerParser:
-        """The parser of one answer. tool_format: the model's own form of calls; None to leave them in the text.
-
-        A guided answer follows its guide from its first character on: it has no thinking.
-        """
+        """The parser of one answer. tool_format: the model's own form of calls; None to leave them in the text."""
         parser = self.tool_use.parser(tool_format, self._answer_guide())
-        if reasoning == "none" or self.guide() or not self.separate_reasoning:
+        if not self._parses(reasoning):
             return parser
         is_open = reasoning == "open" and self._opens_thinking()
         return ReasoningParser(parser, is_open, self.include_reasoning, self.stream_reasoning)
+
+    def _parses(self, reasoning: ReasoningName) -> bool:
+        """Whether thinking is told apart from the answer."""
+        return reasoning != "none" and self.separate_reasoning
 
     def _opens_thinking(self) -> bool:
         """Whether a template that opens the model's thinking does so for this chat."""
@@ -241,8 +242,8 @@ class ChatRequest(Sampling):
     def _answer_guide(self) -> GenerateOptions:
         return single_guide(self.guides())
 
-    def questions(self) -> list[Question]:
-        """The one question."""
+    def questions(self, reasoning: ReasoningName = "none") -> list[Question]:
+        """The one question. Where thinking is told apart from the answer, a guide holds for the answer alone."""
         tools = [tool.for_template() for tool in self.tools] if self.tool_use.mode != "none" else []
         messages = [message.for_template() for message in self.messages]
         chat = GenerateOptions(
@@ -255,7 +256,10 @@ class ChatRequest(Sampling):
             max_tokens=self.max_completion_tokens or self.max_tokens or UNLIMITED,
         )
         told = log_probs((self.top_logprobs or 0) if self.logprobs else None) | prompt_log_probs(self.prompt_logprobs)
-        return [Question(None, chat | self.guide() | self.sampling() | told, tell_tools(messages, tools))]
+        guide = self.guide()
+        if guide and self._parses(reasoning):
+            guide |= GenerateOptions(guide_after_thinking=True)
+        return [Question(None, chat | guide | self.sampling() | told, tell_tools(messages, tools))]
 
     def _template_values(self) -> dict[str, Any]:
         effort = self.reasoning_effort or (self.reasoning and self.reasoning.effort)

@@ -22,6 +22,7 @@ from multilora_client.openai.schemas.tools import (
     Tool,
     ToolMode,
 )
+from multilora_client.openai.tools.reasoning import ReasoningName
 
 _NO_STORE = "this server keeps no responses; send the whole conversation as input"
 
@@ -132,8 +133,9 @@ class ResponsesRequest(TokenChoice):
     def includes_logprobs(self) -> bool:
         return "message.output_text.logprobs" in self.include
 
-    def questions(self) -> list[Question]:
-        return self.chat().questions()
+    def questions(self, reasoning: ReasoningName = "none") -> list[Question]:
+        """The one question, see `ChatRequest.questions`."""
+        return self.chat().questions(reasoning)
 
     def chat(self) -> ChatRequest:
         """The request as a chat."""

@@ -335,7 +335,8 @@ THOUGHT = ["<think>\nRain", " falls.", "\n</think>", "\n\nYes", "."]
         ("none", THOUGHT, {}, None, "".join(THOUGHT)),
         ("open", ["Rain", " falls.</think>Yes."], {}, "Rain falls.", "Yes."),
         ("open", ["Yes."], {"chat_template_kwargs": {"enable_thinking": False}}, None, "Yes."),
-        ("open", ['{"a": 1}'], {"response_format": {"type": "json_object"}}, None, '{"a": 1}'),
+        ("auto", ['{"a": 1}'], {"response_format": {"type": "json_object"}}, None, '{"a": 1}'),
+        ("open", ['Yes</think>{"a": 1}'], {"response_format": {"type": "json_object"}}, "Yes", '{"a": 1}'),
         ("auto", THOUGHT, {"include_reasoning": False}, None, "Yes."),
         ("auto", THOUGHT, {"separate_reasoning": False}, None, "".join(THOUGHT)),
         ("auto", THOUGHT, {"stream_reasoning": False}, "Rain falls.", "Yes."),
@@ -364,3 +365,26 @@ def test_thinking_is_told_apart_from_the_answer(
     deltas = [choice["delta"] for event in events for choice in event["choices"]]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == (reasoning or "")
     assert "".join(delta.get("content") or "" for delta in deltas) == (content or "")
+
+
+@pytest.mark.parametrize(
+    ("parser", "options", "is_after_thinking"),
+    [
+        ("auto", {"response_format": {"type": "json_object"}}, True),
+        ("open", {"tools": [SKY], "tool_choice": "required"}, True),
+        ("none", {"response_format": {"type": "json_object"}}, None),
+        ("auto", {"response_format": {"type": "json_object"}, "separate_reasoning": False}, None),
+        ("auto", {}, None),
+    ],
+)
+def test_a_guide_holds_for_the_answer_after_the_thinking(
+    catalogue: Catalogue,
+    open_front: Callable[..., TestClient],
+    server: Any,
+    parser: Any,
+    options: dict[str, Any],
+    is_after_thinking: bool | None,
+) -> None:
+    front = open_front(catalogue, FrontSettings(reasoning_parser=parser))
+    front.post("/v1/chat/completions", json={"model": "base", "messages": QUESTION, **options})
+    assert server.value("guided_decoding_after_thinking") == is_after_thinking
