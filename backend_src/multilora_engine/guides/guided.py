@@ -93,8 +93,10 @@ class GuideMatcher:
 
     compiled: the guide. The matchers of all its answers share it.
     allowed: the tokens that may come next, int32 [ceil(vocab / 32)]; bit i of word w is token 32 w + i. End tokens are
-        among them if the answer parses as it is.
+    among them if the answer parses as it is.
     """
+
+    allowed: NDArray[np.int32]
 
     def __init__(self, compiled: CompiledGuide, text_tokens: NDArray[np.int32], end_tokens: NDArray[np.int32]) -> None:
         """text_tokens, end_tokens: bitmasks of the tokens that mean text, and of the tokens that end this sequence.
