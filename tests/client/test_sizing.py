@@ -107,6 +107,27 @@ def test_a_plain_mlp_has_linears_of_its_own(tmp_path: Path) -> None:
     assert [module.module_id for module in choose_linears(layout, "c_fc,c_proj")] == [5, 6] * 3
 
 
+def test_linears_of_experts_have_names_of_their_own(tmp_path: Path) -> None:
+    """`gate` is the router, and elsewhere short for `gate_proj`. A dense layer stands beside the sparse ones."""
+    sparse = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "mlp_only_layers": [1]}
+    sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 72, "head_dim": 32}
+    layout = read_layout(write_config(tmp_path, LLAMA | sparse | sizes), 64, "float32")
+    experts = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
+    dense = ["gate_proj", "up_proj", "down_proj"]
+    assert linear_names(layout) == ["q_proj", "k_proj", "v_proj", "o_proj", "gate", *experts, *dense, *OUTER]
+    chosen = choose_linears(layout, "gate,experts.up,up")
+    assert [(module.name, module.layer) for module in chosen] == [
+        ("moe_gate", 0),
+        ("moe_router", 0),
+        ("mlp_gate", 1),
+        ("moe_gate", 2),
+        ("moe_router", 2),
+    ]
+    pages = token_rows_shape(layout, 64, True, chosen, 0).num_pages
+    values = 64 * (2 * 6 * (128 + 72) + 2 * (128 + 6) + 128 + LLAMA["intermediate_size"])
+    assert abs(pages * layout.page_bytes - 4 * values) <= 2 * layout.page_bytes
+
+
 def test_linears_are_chosen_by_short_or_whole_name(tmp_path: Path) -> None:
     layout = read_layout(write_config(tmp_path, LLAMA), 64, "float32")
     assert [module.name for module in choose_linears(layout, "v,up_proj")] == ["attn_v", "mlp_gate"] * 3

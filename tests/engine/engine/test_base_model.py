@@ -57,6 +57,23 @@ def test_an_engine_serves_the_modules_that_it_is_restricted_to_and_refuses_other
     engine.close()
 
 
+@pytest.mark.parametrize("lora_dtype", ["bfloat16", "int8", "fp8", "int4"])
+def test_adapters_on_experts_answer_as_they_do_in_float32_however_they_are_stored(
+    checkpoint: Path, lora_dtype: str
+) -> None:
+    dtype = {"bfloat16": {"dtype": "bfloat16"}}.get(lora_dtype, {"lora_dtype": lora_dtype})
+    engine = make_engine(checkpoint, **dtype)
+    assert engine.info.adapter_layout.lora_dtype == lora_dtype
+    requests, expected = [], {}
+    for task in range(6):
+        engine.put_adapter(task, packed_adapter(0x100 + task, 0x3A, engine.info.adapter_layout))
+        sampling = SamplingParams(max_tokens=6, end_id=-1)
+        requests.append(GenerationRequest(str(task), list(PROMPT_TOKENS[: 5 + task]), sampling, lora_task_id=task))
+        expected[str(task)] = answer(0x100 + task, 0x3A)
+    assert {name: one.token_ids for name, one in run_all(engine, requests).items()} == expected
+    engine.close()
+
+
 def test_an_adapter_that_no_tier_can_hold_is_refused_by_the_engine_too(checkpoint: Path) -> None:
     engine = make_engine(checkpoint)
     layout, whole = engine.info.adapter_layout, checkpoint_layout(checkpoint, MAX_RANK, "float32")
