@@ -74,13 +74,10 @@ def test_logits_that_are_no_numbers_name_experts_that_exist():
 @pytest.mark.parametrize("clamp_limit", [0.0, 0.8])
 @pytest.mark.parametrize("has_biases", [False, True])
 @pytest.mark.parametrize("lora_dtype", [None, torch.float32])
-def test_it_equals_float64_for_any_number_of_tokens(lora_dtype, has_biases, clamp_limit):
-    for num_tokens in (1, 2, 11, 150):
-        check(
-            make_expert_case(
-                num_tokens, lora_dtype=lora_dtype, has_biases=has_biases, clamp_limit=clamp_limit, device=DEVICE
-            )
-        )
+@pytest.mark.parametrize("num_tokens", [1, 2, 11, 150])
+def test_it_equals_float64_for_any_number_of_tokens(num_tokens, lora_dtype, has_biases, clamp_limit):
+    options = {"has_biases": has_biases, "clamp_limit": clamp_limit}
+    check(make_expert_case(num_tokens, lora_dtype=lora_dtype, **options, device=DEVICE))
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,16 @@
 // The operators route and expert_mlp for CPU tensors.
 //
 // A pair is a token and one of its experts. Pairs are sorted by expert, and by adapter within one, so that an expert's pairs are
-// neighbouring rows of one product, and an adapter's pairs of one expert are neighbouring rows of one update. All experts are
-// multiplied in one parallel region, in phases: all pieces of a phase are done before the next one begins. A pair's numbers do
-// not depend on the pieces or on other pairs, and a token's pairs are added up in the order of its own choice. So a token has
-// the same bits alone and in any batch.
+// neighbouring rows of one product, and an adapter's pairs of one expert are neighbouring rows of one update. Several experts,
+// in decode steps all of them, are multiplied in one parallel region, in phases: all pieces of a phase are done before the next
+// one begins. A pair's numbers do not depend on the pieces or on other pairs, and a token's pairs are added up in the order of
+// its own choice. So a token has the same bits alone and in any batch.
 #include "experts.h"
 
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <numeric>
 #include <vector>
 
 #include "capability.h"
@@ -21,10 +22,13 @@
 namespace multilora {
 namespace {
 
-// Memory for the activations of the pairs of a tile of tokens. A prompt of more tokens is computed tile by tile, each of which
-// reads the experts again: with this memory, 1024 tokens of a model of 30 billion parameters are one tile. There an expert has
-// 64 rows or more, and multiplying takes longer than reading.
-constexpr int64_t kTileBytes = 256 << 20;
+// Memory for the outputs of the pairs of a tile of tokens, which wait until the last expert is done. A prompt of more tokens is
+// computed tile by tile, each of which reads the experts again: with this memory, 2048 tokens of a model of 30 billion
+// parameters are one tile. There an expert has 128 rows, and multiplying takes longer than reading.
+constexpr int64_t kTileBytes = 128 << 20;
+// Pairs for each thread, whose inputs and activations have memory at a time; and the least and the most for all threads, or the
+// pairs of one expert if these are more. So few stay in the third cache, or nearly, and decode steps do all pairs at once.
+constexpr int64_t kThreadPairs = 512, kLeastPairs = 1024, kMostPairs = 8192;
 // Rows of one expert in one piece of a product. Its rows of x leave the L2 cache, but each weight comes from memory once.
 constexpr int64_t kPieceRows = 256;
 // More rows than a kernel takes side by side: it would go through all panels again for the others.
@@ -33,8 +37,8 @@ constexpr int64_t kKernelRows = 128;
 constexpr int64_t kReadCost = 8;
 // Pieces of the ranks for each thread, at least.
 constexpr int64_t kShrinkPieces = 4;
-// Outputs of one token that are added up in one piece.
-constexpr int64_t kSumColumns = 512;
+// Outputs of one token that are added up in one piece, and the cost of adding one, in multiply-adds.
+constexpr int64_t kSumColumns = 512, kSumCost = 4;
 // Logits that are worth a thread of their own.
 constexpr int64_t kGrainLogits = 1 << 9;
 
@@ -126,7 +130,7 @@ class ExpertLinear {
 // Rows of pairs, and the parts that a kernel takes of them.
 struct PairRows {
   float* values = nullptr;
-  int64_t stride = 0;
+  int64_t stride = 0, first_pair = 0;
   Tensor parts, sums;
 
   void make_parts(const PanelKernel& kernel, int64_t pairs) {
@@ -137,17 +141,17 @@ struct PairRows {
       sums = Tensor::empty({pairs, kernel.row_sums()}, DType::float32);
     }
   }
-  float* row(int64_t pair) const { return values + pair * stride; }
+  float* row(int64_t pair) const { return values + (pair - first_pair) * stride; }
   // Gives the task of some rows of a group their activations.
   void give(LinearTask& task, const PanelKernel& kernel, int64_t first, int64_t rows) const {
     task.x = row(first);
     task.x_stride = stride;
     task.rows = rows;
     if (parts.is_defined()) {
-      task.x_parts = static_cast<const char*>(parts.data()) + first * kernel.row_parts();
+      task.x_parts = static_cast<const char*>(parts.data()) + (first - first_pair) * kernel.row_parts();
     }
     if (sums.is_defined()) {
-      task.x_sums = sums.data<float>() + first * kernel.row_sums();
+      task.x_sums = sums.data<float>() + (first - first_pair) * kernel.row_sums();
     }
   }
 };
@@ -258,13 +262,8 @@ class ExpertMlp {
   Tensor run() {
     const int64_t tokens = x_.size(0);
     y_ = Tensor::empty({tokens, hidden_}, DType::float32);
-    const int64_t ranks = adapters_ ? 2 * adapters_->tables.max_rank : 0;
-    const int64_t pair_bytes = (std::max(hidden_, gate_up_.in_features()) + 2 * inner_ + ranks) * int64_t(sizeof(float)) +
-        gate_up_.kernel().row_parts() + down_.kernel().row_parts();
-    const int64_t most_tokens = std::clamp<int64_t>(kTileBytes / (pair_bytes * top_k_), 1, std::max<int64_t>(tokens, 1));
-    const int64_t tiles = divided_up(tokens, most_tokens);
-    const int64_t pairs = divided_up(tokens, std::max<int64_t>(tiles, 1)) * top_k_;
-    make_memory(pairs);
+    const int64_t token_bytes = top_k_ * hidden_ * int64_t(sizeof(float));
+    const int64_t tiles = divided_up(tokens, std::max<int64_t>(1, kTileBytes / token_bytes));
     for (int64_t tile = 0; tile < tiles; ++tile) {
       run_tile(tokens * tile / tiles, tokens * (tile + 1) / tiles);
     }
@@ -283,13 +282,40 @@ class ExpertMlp {
     return bias.data<float>();
   }
 
+  void run_tile(int64_t first_token, int64_t end_token) {
+    first_token_ = first_token;
+    sort_pairs(end_token - first_token);
+    const int64_t pairs = tokens_.size(), groups = groups_.size();
+    output_rows_ = Tensor::empty({pairs, hidden_}, DType::float32);
+    outputs_.values = output_rows_.data<float>();
+    outputs_.stride = hidden_;
+    int64_t largest = std::clamp(kThreadPairs * Team::available(), kLeastPairs, kMostPairs);
+    for (const Group& group : groups_) {
+      largest = std::max(largest, group.rows);
+    }
+    make_memory(std::min(largest, pairs));
+    for (int64_t first = 0; first < groups;) {
+      int64_t end = first, rows = 0;
+      while (end < groups && rows + groups_[end].rows <= largest) {
+        rows += groups_[end++].rows;
+      }
+      run_groups(first, end);
+      first = end;
+    }
+    add_up(end_token - first_token);
+  }
+
+  // The memory for so many pairs at a time.
   void make_memory(int64_t pairs) {
-    const int64_t width = std::max(hidden_, gate_up_.in_features());
-    // The outputs lie where the inputs were, and activations where gates were.
-    rows_ = Tensor::empty({pairs, width}, DType::float32);
+    if (pairs <= room_) {
+      return;
+    }
+    room_ = pairs;
+    input_rows_ = Tensor::empty({pairs, gate_up_.in_features()}, DType::float32);
     inner_rows_ = Tensor::empty({pairs, 2 * inner_}, DType::float32);
-    inputs_.values = outputs_.values = rows_.data<float>();
-    inputs_.stride = outputs_.stride = width;
+    inputs_.values = input_rows_.data<float>();
+    inputs_.stride = gate_up_.in_features();
+    // Activations lie where gates were.
     activations_.values = inner_rows_.data<float>();
     activations_.stride = 2 * inner_;
     inputs_.make_parts(gate_up_.kernel(), pairs);
@@ -297,35 +323,37 @@ class ExpertMlp {
     if (adapters_) {
       v_ = Tensor::empty({2 * pairs, adapters_->tables.max_rank}, DType::float32);
       numbers_.resize(pairs);
-      for (int64_t i = 0; i < pairs; ++i) {
-        numbers_[i] = static_cast<int32_t>(i);
-      }
+      std::iota(numbers_.begin(), numbers_.end(), 0);
     }
   }
 
-  void run_tile(int64_t first_token, int64_t end_token) {
-    first_token_ = first_token;
-    sort_pairs(end_token - first_token);
-    cut_into_rows();
-    const int64_t pairs = tokens_.size(), threads = num_threads();
-    const int64_t strides[] = {inputs_.stride, 1}, inner_strides[] = {activations_.stride, 1};
-    const int64_t in_sizes[] = {pairs, gate_up_.in_features()}, inner_sizes[] = {pairs, 2 * inner_};
-    const int64_t h_sizes[] = {pairs, inner_}, out_sizes[] = {pairs, hidden_};
-    const auto view = [](const PairRows& rows, const int64_t* sizes, const int64_t* strides) {
-      return Tensor(rows.values, DType::float32, 2, sizes, strides);
-    };
+  // The outputs of all pairs of some experts.
+  void run_groups(int64_t first_group, int64_t end_group) {
+    const int64_t first = groups_[first_group].first;
+    const int64_t pairs = groups_[end_group - 1].first + groups_[end_group - 1].rows - first;
+    inputs_.first_pair = activations_.first_pair = first;
+    cut_into_rows(first_group, end_group);
+    const int64_t threads = num_threads(pairs, end_group - first_group);
     std::optional<Updates> updates;
     if (!runs_.empty()) {
-      updates.emplace(*adapters_, view(inputs_, in_sizes, strides), view(activations_, inner_sizes, inner_strides),
-                      view(activations_, h_sizes, inner_strides), view(outputs_, out_sizes, strides), v_.data<float>(), pairs);
+      const auto view = [pairs](float* values, int64_t stride, int64_t size, int64_t (&shape)[4]) {
+        shape[0] = pairs;
+        shape[1] = size;
+        shape[2] = stride;
+        shape[3] = 1;
+        return Tensor(values, DType::float32, 2, shape, shape + 2);
+      };
+      int64_t shapes[4][4];
+      const int64_t stride = activations_.stride;
+      updates.emplace(*adapters_, view(inputs_.values, inputs_.stride, inputs_.stride, shapes[0]),
+                      view(activations_.values, stride, stride, shapes[1]), view(activations_.values, stride, inner_, shapes[2]),
+                      view(outputs_.row(first), hidden_, hidden_, shapes[3]), v_.data<float>(), pairs);
     }
     const int64_t num_blocks = blocks_.size(), num_runs = runs_.size(), num_chunks = chunks_.size();
     const int64_t parts = threads == 1 || num_runs == 0 ? 1 : divided_up(threads * kShrinkPieces, num_runs);
     const int64_t inner_pieces = num_chunks * gate_up_.num_panels(), outer_pieces = num_chunks * down_.num_panels();
-    const int64_t sum_columns = divided_up(hidden_, kSumColumns), sums = (end_token - first_token) * sum_columns;
     const bool changes_outputs = updates || down_bias_;
-    Phase gathering(num_blocks, threads), activating(num_blocks, threads), ending(changes_outputs ? num_blocks : 0, threads),
-        adding(sums, threads);
+    Phase gathering(num_blocks, threads), activating(num_blocks, threads), ending(changes_outputs ? num_blocks : 0, threads);
     Phase multiplying(inner_pieces + 2 * num_runs * parts, threads), projecting(outer_pieces + num_runs * parts, threads);
     Team::share_out(threads, [&](int64_t thread) {
       gathering.run(thread, [&](int64_t begin, int64_t end) { gather(begin, end); });
@@ -339,12 +367,18 @@ class ExpertMlp {
         shrink(updates, Updates::kDown, 1, parts, begin - outer_pieces, end - outer_pieces);
       });
       ending.run(thread, [&](int64_t begin, int64_t end) { end_outputs(updates, begin, end); });
-      adding.run(thread, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-          const int64_t column = i % sum_columns * kSumColumns;
-          add_up(i / sum_columns, column, std::min(hidden_, column + kSumColumns));
-        }
-      });
+    });
+  }
+
+  // Makes the outputs of tokens of those of their experts.
+  void add_up(int64_t num_tokens) const {
+    const int64_t columns = divided_up(hidden_, kSumColumns), count = num_tokens * columns;
+    const int64_t threads = std::clamp<int64_t>(num_tokens * top_k_ * hidden_ * kSumCost / kThreadCost, 1, Team::available());
+    in_ranges(count, threads, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t column = i % columns * kSumColumns;
+        add_up(i / columns, column, std::min(hidden_, column + kSumColumns));
+      }
     });
   }
 
@@ -387,13 +421,14 @@ class ExpertMlp {
     }
   }
 
-  // Makes the chunks of the products, and the blocks of rows with the runs of their adapters.
-  void cut_into_rows() {
+  // Makes the chunks of the products, and the blocks of rows with the runs of their adapters, of some groups.
+  void cut_into_rows(int64_t first_group, int64_t end_group) {
+    const int64_t first_pair = groups_[first_group].first;
     const int64_t* mapping = adapters_ ? adapters_->mapping.data<int64_t>() + first_token_ : nullptr;
     chunks_.clear();
     blocks_.clear();
     runs_.clear();
-    for (int64_t g = 0; g < int64_t(groups_.size()); ++g) {
+    for (int64_t g = first_group; g < end_group; ++g) {
       const auto& [expert, first, rows] = groups_[g];
       const int64_t pieces = divided_up(rows, kPieceRows);
       const int64_t size = divided_up(divided_up(rows, pieces), kMatrixRows) * kMatrixRows;
@@ -409,7 +444,7 @@ class ExpertMlp {
             ++p;
           }
           if (lora_index >= 0) {
-            runs_.push_back({expert, {lora_index, {numbers_.data() + begin, p - begin}}});
+            runs_.push_back({expert, {lora_index, {numbers_.data() + begin - first_pair, p - begin}}});
           }
         }
         blocks_.push_back({some, first_run, int64_t(runs_.size())});
@@ -417,9 +452,8 @@ class ExpertMlp {
     }
   }
 
-  int64_t num_threads() const {
-    const int64_t pairs = tokens_.size(), reads = groups_.size() * kReadCost;
-    int64_t cost = (gate_up_.num_weights() + down_.num_weights()) * (pairs + reads);
+  int64_t num_threads(int64_t pairs, int64_t groups) const {
+    int64_t cost = (gate_up_.num_weights() + down_.num_weights()) * (pairs + groups * kReadCost);
     for (const Run& run : runs_) {
       cost += (run.block.rows.count + kLoadCost) * adapters_->tables.max_rank * (2 * gate_up_.in_features() + 3 * inner_ + hidden_);
     }
@@ -551,8 +585,9 @@ class ExpertMlp {
   const std::optional<ExpertAdapters>& adapters_;
   const int64_t num_experts_, top_k_, hidden_, inner_;
 
-  Tensor y_, rows_, inner_rows_, v_;
+  Tensor y_, input_rows_, inner_rows_, output_rows_, v_;
   PairRows inputs_, activations_, outputs_;
+  int64_t room_ = 0;              // pairs that inputs and activations have memory for
   std::vector<int32_t> numbers_;  // 0, 1, 2 ..
 
   // Of a tile: the tokens of the sorted pairs, and the places of the pairs among these.
