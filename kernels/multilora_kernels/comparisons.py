@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,8 +17,11 @@ from multilora_kernels.apply import lora_apply
 from multilora_kernels.attention import AttentionOptions, PagedSequences, paged_attention, rotary_attention
 from multilora_kernels.elementwise import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, silu_mul
 from multilora_kernels.expand import lora_expand
+from multilora_kernels.experts import expert_mlp, route
+from multilora_kernels.huge_pages import HugePages
 from multilora_kernels.kv_rows import LARGEST_CODES, load_rows, quantize_rows
 from multilora_kernels.lora_segments import lora_segments
+from multilora_kernels.packed_experts import PackedExperts
 from multilora_kernels.penalties import forbid_tokens, penalise_tokens
 from multilora_kernels.quantized import CodeType, QuantizedWeight, quantized_linear
 from multilora_kernels.sampling import SamplingRule, sample_tokens
@@ -31,7 +34,17 @@ from multilora_kernels.segments import (
 )
 from multilora_kernels.shrink import lora_shrink
 from multilora_kernels.step_inputs import StepInputs, fill_step_inputs
-from multilora_kernels.tables import LoRATables
+from multilora_kernels.tables import ExpertLoRA, LoRATables
+
+
+class ExpertShapes(NamedTuple):
+    """A mixture of experts. size: of one expert's activation. clamp_limit: 0 for the plain gate."""
+
+    num_experts: int
+    top_k: int
+    size: int
+    clamp_limit: float = 0.0
+    has_biases: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +59,7 @@ class OperatorShapes:
     elements turn.
     code_types: the codes of quantised linears, with their group sizes.
     more_rows: the tokens of further batches with adapters, for which the tables of tile sizes have plans of their own.
+    experts: of the model's mixtures; None for a model without.
     """
 
     hidden_size: int
@@ -65,6 +79,7 @@ class OperatorShapes:
     rotations: tuple[tuple[int, bool], ...] = ()
     code_types: tuple[tuple[CodeType, int], ...] = ()
     more_rows: tuple[int, ...] = ()
+    experts: ExpertShapes | None = None
 
 
 _CHUNK_SIZES = (CHUNK_SIZE, PREFILL_CHUNK_SIZE)
@@ -72,6 +87,9 @@ _SEGMENTED_ROWS = (MAX_DECODE_TOKENS + 88, 2100)
 """The tokens of batches with prompts. Their kernels have other tile sizes than the kernels of decodes."""
 
 _CODED_OUTPUTS, _FEW_ROWS, _MANY_ROWS = 1024, 3, 300
+
+_COMPARED_EXPERTS = 6
+"""Experts that are compared at most: no kernel depends on their number, and all of a model's would take its memory."""
 
 Results = tuple[torch.Tensor, torch.Tensor, float]
 """The results of an operator and of the reference, and the tolerance, relative to 1 + |the reference|."""
@@ -96,6 +114,7 @@ def comparisons(shapes: OperatorShapes) -> list[Comparison]:
         *_of_adapters(shapes),
         *_of_attention(shapes),
         *_of_codes(shapes),
+        *_of_experts(shapes),
         *_between_linears(shapes),
         *_of_logits(shapes),
         *_of_step_inputs(shapes),
@@ -145,6 +164,22 @@ def _of_codes(shapes: OperatorShapes) -> Iterator[Comparison]:
         sizes = (min(sum(slice_sizes), _CODED_OUTPUTS), in_features)
         compare = partial(_compare_codes, shapes, code_type, group_size, sizes)
         yield Comparison("quantized_linear", described, compare)
+
+
+def _of_experts(shapes: OperatorShapes) -> Iterator[Comparison]:
+    if shapes.experts is None:
+        return
+    num_experts, top_k, size, *_ = shapes.experts
+    for is_normalised in (False, True):
+        described = f"{shapes.num_rows} rows, {top_k} of {num_experts}{', normalised' if is_normalised else ''}"
+        yield Comparison("route", described, partial(_compare_route, shapes, shapes.experts, is_normalised))
+    for codes, rows in itertools.product((None, *shapes.code_types), (shapes.num_rows, _MANY_ROWS)):
+        words = "floats" if codes is None else f"{codes[0].value} in groups of {codes[1]}"
+        described = (
+            f"{rows} rows, {shapes.hidden_size} inputs, size {size}, {words}, {shapes.dtype}, {shapes.lora_dtype}"
+        )
+        compare = partial(_compare_experts, shapes, shapes.experts, codes, rows)
+        yield Comparison("expert_mlp", described, compare)
 
 
 def _between_linears(shapes: OperatorShapes) -> Iterator[Comparison]:
@@ -300,20 +335,85 @@ def _compare_codes(
     dtype = torch.bfloat16 if shapes.dtype == torch.float32 else shapes.dtype
     group_size = min(group_size, sizes[1])
     weight = QuantizedWeight(*sizes, code_type, group_size, dtype, device, compute_dtype=dtype)
-    random = partial(torch.randint, 1 << code_type.bits, device=device, generator=generator, dtype=torch.uint8)
-    # Without the two codes of FP8 that are NaN.
-    codes = random(size=sizes) & (0xBF if code_type is CodeType.FP8 else 0xFF)
-    num_groups = weight.num_groups
-    # The results are about 1, so that the rounding of a weight is small beside them.
-    spread = 1 if code_type is CodeType.FP8 else 1 << (code_type.bits - 1)
-    scales = torch.rand(sizes[0], num_groups, device=device, generator=generator) * sizes[1] ** -0.5 / spread
-    zeros = None if code_type is CodeType.FP8 else random(size=(sizes[0], num_groups))
-    weight.copy_rows(0, codes, scales.to(dtype), zeros)
+    _fill_with_codes(weight, generator)
     x = _random(_MANY_ROWS, sizes[1], generator=generator, dtype=shapes.dtype)
     expected = x.double() @ weight.rows(0, sizes[0]).double().T
     all_rows = (_FEW_ROWS, shapes.num_rows, _MANY_ROWS)
     actual = torch.cat([quantized_linear(x[:rows], weight) for rows in all_rows])
     return actual, torch.cat([expected[:rows] for rows in all_rows]), TOLERANCES[shapes.dtype]
+
+
+def _fill_with_codes(weight: QuantizedWeight, generator: torch.Generator) -> None:
+    """Codes, scales and zeros of all outputs. Products with numbers of about 1 are about 1, too."""
+    (num_outputs, num_inputs), code_type, device = weight.shape, weight.code_type, generator.device
+    random = partial(torch.randint, 1 << code_type.bits, device=device, generator=generator, dtype=torch.uint8)
+    # Without the two codes of FP8 that are NaN.
+    codes = random(size=(num_outputs, num_inputs)) & (0xBF if code_type is CodeType.FP8 else 0xFF)
+    spread = 1 if code_type is CodeType.FP8 else 1 << (code_type.bits - 1)
+    scales = torch.rand(num_outputs, weight.num_groups, device=device, generator=generator)
+    zeros = None if code_type is CodeType.FP8 else random(size=(num_outputs, weight.num_groups))
+    weight.copy_rows(0, codes, scales * num_inputs**-0.5 / spread, zeros)
+
+
+def _compare_route(
+    shapes: OperatorShapes, experts: ExpertShapes, is_normalised: bool, generator: torch.Generator
+) -> Results:
+    """Choices must be equal. Some logits are rounded, so that there are ties."""
+    logits = _random(shapes.num_rows, experts.num_experts, generator=generator, dtype=torch.float32) * 3
+    logits[1::2] = logits[1::2].round()
+    found, wanted = (
+        torch.cat([part.double() for part in choose(of, experts.top_k, is_normalised)])
+        for choose, of in ((route, logits), (reference.route, logits.double()))
+    )
+    return found, wanted, 1e-5
+
+
+def _compare_experts(
+    shapes: OperatorShapes,
+    experts: ExpertShapes,
+    codes: tuple[CodeType, int] | None,
+    num_rows: int,
+    generator: torch.Generator,
+) -> Results:
+    """Experts with adapters on some of them, and the weights as the device has them."""
+    device, hidden, size = generator.device, shapes.hidden_size, experts.size
+    dtype = torch.bfloat16 if shapes.dtype == torch.float32 and codes is not None else shapes.dtype
+    num_experts = min(experts.num_experts, _COMPARED_EXPERTS)
+    random = partial(_random, generator=generator)
+
+    def packed(num_outputs: int, num_inputs: int) -> PackedExperts:
+        sizes = (num_experts, num_outputs, num_inputs)
+        if codes is None:
+            filled = PackedExperts.empty(*sizes, dtype, device, dtype, HugePages())
+        else:
+            group_size = min(codes[1], num_inputs)
+            filled = PackedExperts.of_codes(*sizes, codes[0], group_size, dtype, device, compute_dtype=dtype)
+        for index in range(num_experts):
+            expert = filled.expert(index)
+            if isinstance(expert, QuantizedWeight):
+                _fill_with_codes(expert, generator)
+            else:
+                expert.copy_rows(0, random(num_outputs, num_inputs, dtype=dtype) * num_inputs**-0.5)
+        return filled
+
+    gate_up, down = packed(2 * size, hidden), packed(hidden, size)
+    gate_up_bias, down_bias = (
+        random(num_experts, width, dtype=shapes.dtype) if experts.has_biases else None for width in (2 * size, hidden)
+    )
+    columns = [(hidden, size)] * 2 * num_experts + [(size, hidden)] * num_experts
+    tables = _adapters(_ranks(shapes), columns, shapes.lora_dtype, generator, has_magnitudes=False)
+    tables.rank[:, ::3] = 0
+    mapping = torch.randint(-1, len(tables.rank), (num_rows,), device=device, generator=generator)
+    lora = ExpertLoRA(tables, mapping, 0, num_experts, 2 * num_experts)
+    logits = random(num_rows, num_experts, dtype=torch.float32)
+    expert_ids, weights = reference.route(logits, min(experts.top_k, num_experts), True)
+    x = random(num_rows, hidden, dtype=shapes.dtype)
+    actual, expected = (
+        compute(rows, expert_ids, weights, gate_up, down, gate_up_bias, down_bias, experts.clamp_limit, lora)
+        for compute, rows in ((expert_mlp, x), (reference.expert_mlp, x.double()))
+    )
+    # Gates, ups and activations have the type of x between two products.
+    return actual, expected, 2 * TOLERANCES[shapes.dtype]
 
 
 def _compare_segments(num_rows: int, generator: torch.Generator) -> Results:
@@ -494,7 +594,8 @@ class _LoRABatch:
     ) -> None:
         device, ranks = generator.device, _ranks(shapes)
         self.slice_sizes, self.dtype = slice_sizes, shapes.dtype
-        self.tables = _adapters(ranks, in_features, slice_sizes, shapes.lora_dtype, generator)
+        linears = [(in_features, size) for size in slice_sizes]
+        self.tables = _adapters(ranks, linears, shapes.lora_dtype, generator)
         mapping = torch.randint(-1, len(ranks), (num_rows,), device=device, generator=generator)
         self.segments = _segments(mapping, len(ranks), chunk_size)
         rank_of_token = torch.tensor(ranks, device=device)[mapping.clamp(min=0)]
@@ -540,15 +641,18 @@ def _compare_apply(make: Callable[[torch.Generator], _LoRABatch], generator: tor
 
 def _adapters(
     ranks: list[int],
-    in_features: int,
-    slice_sizes: tuple[int, ...],
+    columns: Sequence[tuple[int, int]],
     dtype: torch.dtype,
     generator: torch.Generator,
+    has_magnitudes: bool = True,
 ) -> LoRATables:
-    """One adapter a rank, on all slices; each A and B from a multiple of 64 bytes on, every second with a magnitude."""
+    """One adapter a rank, on all columns; each A and B from a multiple of 64 bytes on.
+
+    columns: inputs and outputs of each. has_magnitudes: every second adapter has one.
+    """
     pieces: list[torch.Tensor] = []
     has_codes, end = dtype in CODE_BITS, 0
-    offsets = torch.full((3, len(ranks), len(slice_sizes)), -1)
+    offsets = torch.full((3, len(ranks), len(columns)), -1)
 
     def add(values: torch.Tensor) -> int:
         nonlocal end
@@ -560,13 +664,13 @@ def _adapters(
 
     random = partial(_random, generator=generator, dtype=torch.float32)
     for row, rank in enumerate(ranks):
-        for column, size in enumerate(slice_sizes):
+        for column, (in_features, size) in enumerate(columns):
             a, b = random(rank, in_features) * in_features**-0.5, random(size, rank) * rank**-0.5
             offsets[0, row, column] = add(reference_a(a, dtype) if has_codes else a.to(dtype))
             offsets[1, row, column] = add(reference_b(b, dtype) if has_codes else b.to(dtype))
-            if row % 2:
+            if has_magnitudes and row % 2:
                 offsets[2, row, column] = add(random(size) if has_codes else random(size).to(dtype))
-    rank_table = torch.tensor(ranks, dtype=torch.int32)[:, None].repeat(1, len(slice_sizes))
+    rank_table = torch.tensor(ranks, dtype=torch.int32)[:, None].repeat(1, len(columns))
     arena = torch.cat(pieces).view(dtype)
     a_offset, b_offset, magnitude_offset = offsets.to(arena.device)
     return LoRATables(arena, rank_table.to(arena.device), a_offset, b_offset, magnitude_offset, max_rank=max(ranks))

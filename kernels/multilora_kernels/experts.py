@@ -6,7 +6,8 @@ import torch
 
 from multilora_kernels import reference
 from multilora_kernels.cpu import compiled_kernels
-from multilora_kernels.dispatch import compiled_for
+from multilora_kernels.dispatch import gpu_operator, operator
+from multilora_kernels.interpreter import has_gpu_operators
 from multilora_kernels.packed_experts import PackedExperts
 from multilora_kernels.tables import ExpertLoRA
 
@@ -21,8 +22,8 @@ def route(logits: torch.Tensor, top_k: int, is_normalised: bool) -> tuple[torch.
     largest first.
     """
     assert 1 <= top_k <= logits.shape[1]
-    library = compiled_for(logits) if logits.dtype == torch.float32 else None
-    function = reference.route if library is None else library.route
+    is_reference = logits.dtype != torch.float32 and not has_gpu_operators(logits.device)
+    function = reference.route if is_reference else operator("route", logits)
     return function(logits, top_k, is_normalised)
 
 
@@ -56,7 +57,8 @@ def expert_mlp(
     of the tables, that does not exist.
     """
     if not gate_up.is_packed:
-        return reference.expert_mlp(x, expert_ids, weights, gate_up, down, gate_up_bias, down_bias, clamp_limit, lora)
+        function = gpu_operator("expert_mlp") if has_gpu_operators(x.device) else reference.expert_mlp
+        return function(x, expert_ids, weights, gate_up, down, gate_up_bias, down_bias, clamp_limit, lora)
     num_experts, num_inner, _ = gate_up.shape
     packed = (num_experts, gate_up.panels, num_inner, down.panels, down.shape[1])
     others = (gate_up_bias, down_bias, clamp_limit, lora)

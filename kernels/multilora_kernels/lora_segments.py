@@ -6,13 +6,7 @@ import torch
 
 from multilora_kernels.dispatch import compiled_for, gpu_operator
 from multilora_kernels.interpreter import has_gpu_operators
-from multilora_kernels.segments import (
-    CHUNK_SIZE,
-    MAX_DECODE_TOKENS,
-    PREFILL_CHUNK_SIZE,
-    LoRASegments,
-    reference_segments,
-)
+from multilora_kernels.segments import LoRASegments, capacity_of, chunk_size_of, reference_segments
 
 
 def lora_segments(token_lora_mapping: torch.Tensor, max_loras: int, chunk_size: int | None = None) -> LoRASegments:
@@ -26,8 +20,8 @@ def lora_segments(token_lora_mapping: torch.Tensor, max_loras: int, chunk_size: 
     chunk_size: `CHUNK_SIZE` or `PREFILL_CHUNK_SIZE` by the number of tokens unless given.
     """
     num_tokens = token_lora_mapping.numel()
-    chunk_size = chunk_size or (CHUNK_SIZE if num_tokens <= MAX_DECODE_TOKENS else PREFILL_CHUNK_SIZE)
-    capacity = min(num_tokens, max_loras + num_tokens // chunk_size)
+    chunk_size = chunk_size or chunk_size_of(num_tokens)
+    capacity = capacity_of(num_tokens, max_loras, chunk_size)
     if has_gpu_operators(token_lora_mapping.device) and num_tokens:
         # Imported here: Triton comes with the CUDA builds of torch only.
         from multilora_kernels.cuda.segments import MAX_TOKENS

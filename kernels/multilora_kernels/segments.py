@@ -43,6 +43,16 @@ class LoRASegments(NamedTuple):
     chunk_size: int = CHUNK_SIZE
 
 
+def chunk_size_of(num_tokens: int) -> int:
+    """The chunks of a batch of so many tokens."""
+    return CHUNK_SIZE if num_tokens <= MAX_DECODE_TOKENS else PREFILL_CHUNK_SIZE
+
+
+def capacity_of(num_tokens: int, max_loras: int, chunk_size: int) -> int:
+    """The most chunks that so many tokens of so many adapters may have."""
+    return min(num_tokens, max_loras + num_tokens // chunk_size)
+
+
 def reference_segments(
     token_lora_mapping: torch.Tensor, max_loras: int, chunk_size: int, capacity: int
 ) -> LoRASegments:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from multilora_kernels.comparisons import TOLERANCES, Comparison, OperatorShapes, comparisons
+from multilora_kernels.comparisons import TOLERANCES, Comparison, ExpertShapes, OperatorShapes, comparisons
 
 __all__ = [
     "TOLERANCES",
     "CheckedOperator",
+    "ExpertShapes",
     "OperatorFault",
     "OperatorShapes",
     "checked_operators",

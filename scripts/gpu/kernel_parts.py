@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -10,9 +11,13 @@ import torch
 from benchmarks.lora_workloads import (
     BLOCK_SIZE,
     EIGHT_BILLION,
+    OLMOE,
     ONE_BILLION,
+    QWEN3_MOE,
     Batch,
+    ExpertBatch,
     LinearShape,
+    Mixture,
     Model,
     Step,
     Workload,
@@ -32,6 +37,7 @@ from multilora_kernels import (
 from multilora_kernels.cuda import lora_expand, lora_shrink
 from multilora_kernels.cuda.block_sizes import BlockSizes
 
+TINY_MIXTURE = Mixture("tiny", num_experts=5, top_k=2, hidden=48, inner=32)
 TINY_MODEL = Model("tiny", (LinearShape(48, (32, 16, 16)), LinearShape(64, (48,))), 1)
 CODE_TYPES = ((CodeType.INT4, 128), (CodeType.INT8, 128), (CodeType.INT8, 1 << 30), (CodeType.FP8, 1 << 30))
 """With group sizes; the largest is a row."""
@@ -90,6 +96,23 @@ def measure_quantized(machine: Machine) -> Iterator[Row]:
             name = f"8B layer in {code_type.value}, groups of {weights[0].group_size}, {num_rows} rows"
             note = f"floats {seconds['floats'] * 1e6:.1f} us"
             yield Row(name, seconds["codes"] * 1e6, "us", share, note)
+
+
+def measure_experts(machine: Machine) -> Iterator[Row]:
+    """The experts of mixtures as floats and as codes, without adapters and with one of all experts a row."""
+    limits = machine.limits()
+    mixtures = (TINY_MIXTURE,) if machine.is_dry else (OLMOE, QWEN3_MOE)
+    for mixture, has_codes, num_rows in itertools.product(
+        mixtures, (False, True), (2,) if machine.is_dry else (1, 16, 1024)
+    ):
+        batch = ExpertBatch(mixture, num_rows, has_codes, machine.device.type, num_adapters=16)
+        seconds = machine.measure({"experts": batch.base, "with adapters": batch.with_adapters})
+        num_bytes, num_flops = batch.base_bytes, batch.base_flops
+        base = limits.seconds(num_bytes, num_flops)
+        update = limits.seconds(num_bytes + batch.adapter_bytes, num_flops + batch.adapter_flops)
+        name = f"{mixture.name} {'w4a16' if has_codes else 'bfloat16'}, {mixture.num_layers} layers, {num_rows} rows"
+        yield Row(f"{name}: experts", seconds["experts"] * 1e6, "us", base / seconds["experts"])
+        yield Row(f"{name}: with adapters", seconds["with adapters"] * 1e6, "us", update / seconds["with adapters"])
 
 
 def _each(function: Callable[..., object], *arguments: Iterable[object]) -> None:

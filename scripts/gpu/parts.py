@@ -27,17 +27,20 @@ import triton
 
 from benchmarks.lora_workloads import BLOCK_SIZE, EIGHT_BILLION, VOCAB_SIZE, Step
 from benchmarks.machine_limits import void
-from gpu.kernel_parts import CODE_TYPES, measure_kernels, measure_quantized, measure_sampling
+from gpu.kernel_parts import CODE_TYPES, measure_experts, measure_kernels, measure_quantized, measure_sampling
 from gpu.machine import Machine, Row
 from gpu.report import ERROR_UNIT
 from gpu.tuning_parts import compile_candidates, tune
 from multilora_kernels import CodeType, add_rms_norm, reference
-from multilora_kernels.self_test import CheckedOperator, OperatorShapes, checked_operators
+from multilora_kernels.self_test import CheckedOperator, ExpertShapes, OperatorShapes, checked_operators
 from repository import REPOSITORY
 
 _TESTS = (
     *(f"kernels/test_{name}" for name in ("shrink", "expand", "elementwise")),
-    *(f"kernels/test_{name}" for name in ("cuda", "cuda_graph", "cuda_quantized", "cuda_sampling", "self_test")),
+    *(
+        f"kernels/test_{name}"
+        for name in ("cuda", "cuda_graph", "cuda_quantized", "cuda_sampling", "experts", "self_test")
+    ),
     "engine/test_gpu",
 )
 _TESTS_A_ROW = 25
@@ -99,7 +102,8 @@ def _small_shapes(machine: Machine) -> Iterator[OperatorShapes]:
     linears = ((48, (32, 16)),)
     shapes = OperatorShapes(48, 40, linears, 4, 2, 16, 4, 9, machine.dtype, machine.dtype, (1, 9), 5, 300)
     code_types = ((CodeType.INT4, 32), (CodeType.INT8, 48), (CodeType.FP8, 48))
-    yield dataclasses.replace(shapes, code_types=code_types, rotations=((16, False), (6, True)))
+    experts = ExpertShapes(7, 3, 24, 0.9, has_biases=True)
+    yield dataclasses.replace(shapes, code_types=code_types, rotations=((16, False), (6, True)), experts=experts)
 
 
 def _eight_billion_shapes(machine: Machine) -> Iterator[OperatorShapes]:
@@ -108,7 +112,8 @@ def _eight_billion_shapes(machine: Machine) -> Iterator[OperatorShapes]:
     for dtype, lora_dtype in pairs:
         linears = tuple((linear.in_features, linear.slice_sizes) for linear in EIGHT_BILLION.linears)
         shapes = OperatorShapes(4096, 14336, linears, 32, 8, 128, BLOCK_SIZE, 64, dtype, lora_dtype)
-        shapes = dataclasses.replace(shapes, vocab_size=VOCAB_SIZE, code_types=CODE_TYPES)
+        experts = ExpertShapes(128, 8, 768)
+        shapes = dataclasses.replace(shapes, vocab_size=VOCAB_SIZE, code_types=CODE_TYPES, experts=experts)
         if lora_dtype == torch.int8:
             shapes = dataclasses.replace(shapes, kv_dtype=torch.int8, rotations=((128, False), (64, True), (0, False)))
         yield shapes
@@ -189,6 +194,7 @@ PARTS: dict[str, Callable[[Machine], Iterator[Row]]] = {
     "kernels": measure_kernels,
     "sampling": measure_sampling,
     "quantized": measure_quantized,
+    "experts": measure_experts,
     "tests": run_tests,
     "candidates": compile_candidates,
     "tuning": tune,

@@ -29,6 +29,7 @@ PARTS = {
     "machine": 40,
     "limits": 40,
     "quantized": 40,
+    "experts": 60,
     "sampling": 40,
     "kernels": 80,
     "self_test": 80,

@@ -12,16 +12,22 @@ from support.compiled_kernels import (
     Resources,
     add_layer_norm_resources,
     add_rms_norm_resources,
+    add_up_resources,
     decode_resources,
     dequantize_resources,
     expand_resources,
+    expert_codes_resources,
+    expert_floats_resources,
     fill_resources,
     forbid_resources,
+    gate_activation_resources,
     gelu_tanh_mul_resources,
     multiply_codes_resources,
+    pair_rows_resources,
     penalise_resources,
     prompt_resources,
     rotation_resources,
+    route_resources,
     sample_resources,
     segment_resources,
     shrink_resources,
@@ -33,6 +39,7 @@ from benchmarks.lora_workloads import LinearShape
 from multilora_kernels.cuda import block_sizes
 from multilora_kernels.cuda.decode_attention import decode_kernel
 from multilora_kernels.cuda.expand import expand_kernel
+from multilora_kernels.cuda.experts import expert_codes_kernel, expert_floats_kernel, pair_rows_kernel
 from multilora_kernels.cuda.penalties import forbid_kernel, penalise_kernel
 from multilora_kernels.cuda.prompt_attention import prompt_kernel
 from multilora_kernels.cuda.quantized import MAX_ROWS, ROW_BOUNDS, multiply_codes_kernel
@@ -162,6 +169,27 @@ def test_products_with_codes_compile_without_spills_and_load_many_at_once(capabi
     _check(dequantize_resources(kind, kind != "fp8", dtype, capability), capability)
 
 
+@pytest.mark.parametrize("capability", _EVERY_GENERATION)
+@pytest.mark.parametrize(
+    ("dtype", "chunk_size"),
+    [("bf16", 64), ("fp32", 16), *(pytest.param(*other, marks=_IS_LONG) for other in (("bf16", 16), ("fp16", 64)))],
+)
+def test_products_of_experts_compile_without_spills(capability, dtype, chunk_size):
+    _check(expert_floats_resources(chunk_size, dtype, capability), capability)
+    for kind in ("int4", "int8", "fp8"):
+        _check(expert_codes_resources(kind, chunk_size, kind != "fp8", dtype, capability), capability)
+
+
+@pytest.mark.parametrize("capability", _EVERY_GENERATION)
+def test_what_lies_between_products_of_experts_compiles_without_spills(capability):
+    for num_experts, top_k in ((8, 2), (128, 8), (512, 10)):
+        _check(route_resources(num_experts, top_k, capability), capability)
+    _check(pair_rows_resources(capability), capability)
+    for dtype in ("bf16", "fp32"):
+        _check(gate_activation_resources(dtype, capability), capability)
+        _check(add_up_resources(dtype, capability), capability)
+
+
 def test_penalties_are_rounded_as_a_cpu_rounds_them():
     ptx = penalise_resources(90).ptx
     assert "div.rn.f32" in ptx
@@ -199,6 +227,9 @@ def test_the_filling_of_inputs_compiles_without_spills(capability):
         (penalise_kernel, "num_rows"),
         (forbid_kernel, "num_bans"),
         (multiply_codes_kernel, "num_rows tiles_per_split"),
+        (expert_floats_kernel, "top_k"),
+        (expert_codes_kernel, "top_k"),
+        (pair_rows_kernel, "num_pairs first_column"),
     ],
 )
 def test_no_kernel_is_compiled_anew_for_a_number_that_changes_between_steps(kernel, argument):
@@ -220,6 +251,11 @@ def test_no_kernel_is_compiled_anew_for_a_number_that_changes_between_steps(kern
         lambda: forbid_resources(90),
         lambda: multiply_codes_resources("int4", 16, True, "bf16", 90),
         lambda: dequantize_resources("int4", True, "bf16", 90),
+        lambda: route_resources(64, 8, 90),
+        lambda: expert_floats_resources(16, "bf16", 90),
+        lambda: expert_codes_resources("int4", 16, True, "bf16", 90),
+        lambda: gate_activation_resources("bf16", 90),
+        lambda: add_up_resources("bf16", 90),
     ],
     ids=[
         "shrink",
@@ -234,6 +270,11 @@ def test_no_kernel_is_compiled_anew_for_a_number_that_changes_between_steps(kern
         "forbid",
         "multiply",
         "dequantize",
+        "route",
+        "expert floats",
+        "expert codes",
+        "gate activation",
+        "add up",
     ],
 )
 def test_a_kernel_compiles_where_every_number_is_one(monkeypatch, resources):

@@ -76,6 +76,21 @@ def test_products_with_codes_on_a_device_are_those_of_float64(cases):
 @pytest.mark.parametrize(
     "cases",
     [
+        pytest.param(
+            """7-3 or no_numbers or any_number and 11-lora_dtype1-True or every_shape and 31 or 24-kind0
+            or 16_bits and (kind1 or kind2 or kind3)""",
+            id="short",
+        ),
+        pytest.param("", id="all", marks=pytest.mark.long(reason="the interpreter takes seconds a case")),
+    ],
+)
+def test_mixtures_of_experts_on_a_device_are_those_of_float64(cases):
+    _run(cases, ["test_experts.py"], interpreter.ENVIRONMENT)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
         pytest.param("lacks_one or plain_operators or load_tells or kind_of_step and not turns_all", id="short"),
         pytest.param("", id="all", marks=pytest.mark.long(reason="the interpreter takes seconds a case")),
     ],

@@ -11,7 +11,7 @@ from support.plain_operators import PLAIN_OPERATORS
 
 from multilora_kernels import CodeType, cuda, reference, self_test
 from multilora_kernels.kv_rows import SCALE_BYTES, load_rows, quantize_rows
-from multilora_kernels.self_test import OperatorFault, OperatorShapes, checked_operators
+from multilora_kernels.self_test import ExpertShapes, OperatorFault, OperatorShapes, checked_operators
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = OperatorShapes(
@@ -30,6 +30,7 @@ SHAPES = OperatorShapes(
     vocab_size=300,
     rotations=((16, False), (6, True), (0, False)),
     code_types=((CodeType.INT4, 24), (CodeType.INT8, 72), (CodeType.FP8, 72)),
+    experts=ExpertShapes(7, 3, 24, 0.9, has_biases=True),
 )
 STORED = [{}, {"kv_dtype": torch.int8, "lora_dtype": torch.float8_e4m3fn}]
 """Changes to SHAPES: the KV cache and adapters as floats, or in codes."""

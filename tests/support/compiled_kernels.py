@@ -23,6 +23,22 @@ from multilora_kernels.cuda.elementwise import (
     norm_constants,
 )
 from multilora_kernels.cuda.expand import expand_constants, expand_kernel
+from multilora_kernels.cuda.experts import (
+    activation_constants as gate_constants,
+)
+from multilora_kernels.cuda.experts import (
+    add_up_constants,
+    add_up_kernel,
+    codes_constants,
+    expert_codes_kernel,
+    expert_floats_kernel,
+    floats_constants,
+    gate_activation_kernel,
+    pair_rows_kernel,
+    route_constants,
+    route_kernel,
+    rows_constants,
+)
 from multilora_kernels.cuda.penalties import forbid_constants, forbid_kernel, penalise_constants, penalise_kernel
 from multilora_kernels.cuda.prompt_attention import prompt_constants, prompt_kernel
 from multilora_kernels.cuda.quantized import (
@@ -61,15 +77,16 @@ _POINTERS = {
     "place_ptr": "*i64",
     "ban_ptr": "*i64",
     "last_token_ptr": "*i64",
+    "row_ptr": "*i64",
     **dict.fromkeys(
         [
             *("rank_ptr", "permutation_ptr", "chunk_start_ptr", "chunk_length_ptr", "chunk_lora_index_ptr"),
-            *("work_ptr", "arrival_ptr", "counts_ptr"),
+            *("work_ptr", "arrival_ptr", "counts_ptr", "expert_ptr"),
         ],
         "*i32",
     ),
 }
-_SCALARS = dict.fromkeys(["scale", "softcap", "eps"], "fp32")
+_SCALARS = dict.fromkeys(["scale", "softcap", "eps", "limit"], "fp32")
 _ALIGNED_INTEGERS = {
     *("in_features", "size", "group_size", "stride_cn"),
     *("stride_xm", "stride_vp", "stride_vs", "stride_vm", "stride_ym"),
@@ -235,6 +252,37 @@ def dequantize_resources(kind: str, has_zeros: bool, dtype: str, capability: int
     return _resources(
         dequantize_kernel, *_with_zeros(dequantize_constants(kind, 128), kind, has_zeros, dtype, capability)
     )
+
+
+def route_resources(num_experts: int, top_k: int, capability: int) -> Resources:
+    """`route`; the rest as of the others."""
+    return _resources(route_kernel, route_constants(num_experts, top_k, True), "fp32", capability)
+
+
+def expert_floats_resources(chunk_size: int, dtype: str, capability: int) -> Resources:
+    """The products of `expert_mlp` with floats; arguments as of the others."""
+    return _resources(expert_floats_kernel, floats_constants(chunk_size, dtype == "fp32"), dtype, capability)
+
+
+def expert_codes_resources(kind: str, chunk_size: int, has_zeros: bool, dtype: str, capability: int) -> Resources:
+    """The products of `expert_mlp` with codes; arguments as of the others."""
+    constants = codes_constants(kind, 2048, 128, 128, chunk_size, dtype == "fp32")
+    return _resources(expert_codes_kernel, *_with_zeros(constants, kind, has_zeros, dtype, capability))
+
+
+def gate_activation_resources(dtype: str, capability: int) -> Resources:
+    """The activations of `expert_mlp`, clamped and with biases; arguments as of the others."""
+    return _resources(gate_activation_kernel, gate_constants(True), dtype, capability)
+
+
+def add_up_resources(dtype: str, capability: int) -> Resources:
+    """The sums of `expert_mlp`, with biases; arguments as of the others."""
+    return _resources(add_up_kernel, add_up_constants(8), dtype, capability)
+
+
+def pair_rows_resources(capability: int) -> Resources:
+    """The rows of the tables of `expert_mlp`; the rest as of the others."""
+    return _resources(pair_rows_kernel, rows_constants(8), "fp32", capability)
 
 
 def _with_zeros(

@@ -25,7 +25,14 @@ from multilora_engine.execution.cuda_graphs import DecodeGraphs
 from multilora_engine.execution.piecewise_graphs import PiecewiseGraphs
 from multilora_engine.models.model import Model
 from multilora_kernels import LoRATables
-from multilora_kernels.self_test import TOLERANCES, OperatorFault, OperatorShapes, device_name, self_test
+from multilora_kernels.self_test import (
+    TOLERANCES,
+    ExpertShapes,
+    OperatorFault,
+    OperatorShapes,
+    device_name,
+    self_test,
+)
 
 
 class StartProgress:
@@ -101,10 +108,7 @@ def faults_named(step: str, device: torch.device) -> Iterator[None]:
 
 
 def operator_shapes(model: Model, tables: LoRATables, block_size: int, kv_dtype: torch.dtype) -> OperatorShapes:
-    """The shapes of a model's operators: each width of a linear once, and queries, keys and values as one.
-
-    Experts have operators of their own.
-    """
+    """The shapes of a model's operators: each width of a linear once, and queries, keys and values as one."""
     # Imported here: Triton comes with the CUDA builds of torch only.
     from multilora_kernels.cuda.block_sizes import capability, row_bounds
 
@@ -115,6 +119,12 @@ def operator_shapes(model: Model, tables: LoRATables, block_size: int, kv_dtype:
     fused = (config.hidden_size, (config.q_size, config.kv_size, config.kv_size))
     ropes = [config.ropes[name] if name else None for name in dict.fromkeys(config.layer_ropes)]
     rotations = dict.fromkeys((rope.rotary_dim, rope.is_interleaved) if rope else (0, False) for rope in ropes)
+    # Of a mixture the gates of the experts come first.
+    gates = next((site for site in model.adapter_sites.sites if site.experts > 1), None)
+    experts = None
+    if config.routing is not None and gates is not None:
+        choice = (gates.experts, config.routing.top_k, gates.out_size)
+        experts = ExpertShapes(*choice, config.clamp_limit, config.mlp_bias)
     return OperatorShapes(
         hidden_size=config.hidden_size,
         mlp_size=config.intermediate_size,
@@ -131,6 +141,7 @@ def operator_shapes(model: Model, tables: LoRATables, block_size: int, kv_dtype:
         kv_dtype=kv_dtype,
         rotations=tuple(rotations),
         code_types=tuple({(codes.code_type, codes.group_size): None for codes in coded}),
+        experts=experts,
     )
 
 

@@ -7,6 +7,7 @@ kv_rows                                    rows of the cache, plain or in codes
 shrink, expand, update                     the two halves of a LoRA update, and both in one launch
   segments, codes                          tokens sorted by adapter; tiles of adapters in codes
 quantized, code_values                     linears of codes, and the floats that codes mean
+experts                                    a router's choice, and the chosen experts' MLPs
 elementwise, tanh                          the work between linears
 sampling, penalties, step_inputs           the choice of tokens, changes of logits, inputs of captured graphs
 block_sizes, tiles, integers               tile sizes, products of tiles, arithmetic of grids
@@ -17,6 +18,7 @@ from __future__ import annotations
 from multilora_kernels.cuda.attention import paged_attention, rotary_attention
 from multilora_kernels.cuda.elementwise import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, silu_mul
 from multilora_kernels.cuda.expand import lora_expand
+from multilora_kernels.cuda.experts import expert_mlp, route
 from multilora_kernels.cuda.penalties import forbid_tokens, penalise_tokens
 from multilora_kernels.cuda.quantized import quantized_linear
 from multilora_kernels.cuda.sampling import sample_tokens
@@ -28,6 +30,7 @@ from multilora_kernels.cuda.update import lora_apply
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "expert_mlp",
     "fill_step_inputs",
     "forbid_tokens",
     "gelu_tanh",
@@ -40,6 +43,7 @@ __all__ = [
     "penalise_tokens",
     "quantized_linear",
     "rotary_attention",
+    "route",
     "sample_tokens",
     "silu_mul",
 ]

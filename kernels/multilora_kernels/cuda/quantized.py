@@ -265,16 +265,16 @@ def multiply_codes_kernel(
         inputs = tile * BLOCK_K + tl.arange(0, BLOCK_K)
         mask = row_mask[None, :] & (inputs < in_features)[:, None] if HAS_REST else row_mask[None, :]
         x = tl.load(x_ptr + (x_places[None, :] + inputs[:, None]), mask=mask, other=0.0)
-        values = _tile_values(code_rows, tile, output_mask, dtype, KIND, BLOCK_N, BLOCK_K)
+        values = tile_values(code_rows, tile, output_mask, dtype, KIND, BLOCK_N, BLOCK_K)
         if zeros_ptr is not None:
             group = tile // GROUP_TILES if GROUP_TILES > 0 else 0
             zeros = tl.load(zeros_ptr + group_rows + group, mask=output_mask, other=0)
         if zeros_ptr is not None and KIND == "int4":
             values -= zeros.to(values.dtype)[:, None]
-        product = _product(values, x)
+        product = products_of_codes(values, x)
         if zeros_ptr is not None and KIND == "int8":
             # A code of 8 bits less its zero has one bit more than a bfloat16 has.
-            product -= zeros.to(tl.float32)[:, None] * _sums_of_inputs(x, values)
+            product -= zeros.to(tl.float32)[:, None] * sums_of_inputs(x, values)
         if GROUP_TILES > 0:
             total += product * scales[:, None]
             # Loops that hand on what they got themselves are not pipelined.
@@ -307,7 +307,7 @@ def multiply_codes_kernel(
 
 
 @triton.jit
-def _tile_values(
+def tile_values(
     code_rows,
     tile,
     output_mask,
@@ -331,7 +331,7 @@ def _tile_values(
 
 
 @triton.jit
-def _product(values, x):
+def products_of_codes(values, x):
     """values x in float32. values: [outputs, inputs], exact in 16 bits; x: [inputs, rows]."""
     if x.dtype == tl.float32:
         turned = tl.zeros((x.shape[1], values.shape[0]), dtype=tl.float32)
@@ -343,11 +343,11 @@ def _product(values, x):
 
 
 @triton.jit
-def _sums_of_inputs(x, values):
+def sums_of_inputs(x, values):
     """The sum of the inputs of each row, float32, to be broadcast over the product of the two."""
     ones = tl.full(values.shape, 1.0, values.dtype)
     # Numbers of 16 bits lie where tensor cores read them, and these idle: threads would have to fetch them all.
-    return tl.sum(x, 0)[None, :] if x.dtype == tl.float32 else _product(ones, x)
+    return tl.sum(x, 0)[None, :] if x.dtype == tl.float32 else products_of_codes(ones, x)
 
 
 @triton.jit
@@ -376,7 +376,7 @@ def dequantize_kernel(
     if HAS_TILES:
         group = places * stride_sn + start // group_size
         code_rows = codes_ptr + places * stride_cn
-        codes = _tile_values(code_rows, tl.program_id(1), output_mask, tl.bfloat16, KIND, BLOCK_N, BLOCK_K)
+        codes = tile_values(code_rows, tl.program_id(1), output_mask, tl.bfloat16, KIND, BLOCK_N, BLOCK_K)
         values = codes.to(tl.float32)
         if zeros_ptr is not None:
             values -= tl.load(zeros_ptr + group, mask=output_mask, other=0).to(tl.float32)[:, None]

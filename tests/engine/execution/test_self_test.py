@@ -317,6 +317,14 @@ def test_cache_and_rotations_of_a_model_are_compared(
     assert shapes.more_rows == ()
 
 
+def test_the_experts_of_a_mixture_are_compared(tmp_path: Path) -> None:
+    path = save_tiny_mixture(tmp_path / "model")
+    model = load_model(path, Placement(torch.bfloat16, torch.bfloat16, torch.device("cpu")))
+    layout = adapter_layout(model.adapter_sites, 8, "bfloat16")
+    tables = TableRows(layout, torch.zeros(1, layout.page_bytes, dtype=torch.uint8), count=1).tables
+    assert operator_shapes(model, tables, 16, torch.bfloat16).experts == (5, 2, 24, 0, False)
+
+
 def test_kernels_that_a_plan_has_for_some_numbers_of_rows_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
