@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GptOssForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
+
+from checkpoints.tiny_llama import VOCAB_SIZE
 
 WEIGHTS = "model.safetensors"
 QUANTIZATION = {
@@ -20,6 +22,27 @@ QUANTIZATION = {
         "lm_head",
     ],
 }
+
+
+def save_tiny_mxfp4(path: Path) -> Path:
+    """Write the checkpoint of a gpt-oss of a few thousand random parameters. No end token."""
+    torch.manual_seed(7)
+    config = GptOssConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        sliding_window=20,
+        max_position_embeddings=512,
+        initializer_range=0.4,
+    )
+    save_mxfp4(GptOssForCausalLM(config), path)
+    return path
 
 
 def save_mxfp4(model: GptOssForCausalLM, path: Path) -> None:

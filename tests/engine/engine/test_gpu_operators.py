@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from support.compressed_checkpoints import save_tiny_w4a16
 from support.interpreted_engine import answer, make_engine
+from support.mxfp4_checkpoints import save_tiny_mxfp4
 from support.tiny_mixture import save_tiny_mixture
 
 from checkpoints.tiny_llama import save_tiny_llama
@@ -24,7 +25,7 @@ _TESTS = Path(__file__).parents[2]
 
 
 @pytest.mark.long(reason="the interpreter takes a second for each kernel of the self-test")
-@pytest.mark.parametrize("save", [save_tiny_llama, save_tiny_w4a16, save_tiny_mixture])
+@pytest.mark.parametrize("save", [save_tiny_llama, save_tiny_w4a16, save_tiny_mixture, save_tiny_mxfp4])
 def test_the_gpu_operators_choose_the_tokens_of_a_cpu(
     tmp_path: Path, default_model_dir: Path, save: Callable[[Path], Path]
 ) -> None:
