@@ -82,6 +82,9 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 
+_KEEP_SPACES = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+"""Phi-3's special tokens after which spaces stay."""
+
 _TEMPLATE_NAME = re.compile(r"[\w-]{1,64}", re.ASCII)
 _DEFAULT_SPACE = "\u2581"
 
@@ -231,12 +234,19 @@ def _bpe(vocabulary: _Vocabulary, merges: list[Any], **options: Any) -> models.B
 
 def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary, strips: bool) -> None:
     """Make the tokens that are found in text as a whole. strips: whether spaces after them go, as in Phi-3."""
-    for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True):
-        if kind == _CONTROL or (kind == _UNKNOWN and token):
-            rstrip = strips and (token not in ("<unk>", "<s>", "<|endoftext|>"))
-            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True, rstrip=rstrip)])
-        elif kind == _USER_DEFINED and token:
-            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False, rstrip=strips)])
+    pairs = list(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
+    special = [
+        AddedToken(token, normalized=False, special=True, rstrip=strips and token not in _KEEP_SPACES)
+        for token, kind in pairs
+        if kind == _CONTROL or (kind == _UNKNOWN and token)
+    ]
+    others = [
+        AddedToken(token, normalized=False, special=False, rstrip=strips)
+        for token, kind in pairs
+        if kind == _USER_DEFINED and token
+    ]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(others)
 
 
 def _make_special(tokenizer: Tokenizer, token: str) -> None:
