@@ -11,6 +11,8 @@ prefill    of one long prompt, in the chunks the engine is configured for, with 
 prefix     time to the first token of a prompt, when the cache has most of it from another one and when it has not
 adapters   decoding 16 sequences with one adapter or 16 different ones on all linear layers, and with adapters that are
            loaded but not used, against the engine without any
+general    the default model by transformers' modules: a step beside one of the engine's own layers, and with 16
+           different adapters beside transformers with PEFT
 overhead   what a step of 64 sequences costs beside the model, on one core: scheduling, batch, sampling, text, emission.
            The model is a tiny one, so that nothing else happens
 
@@ -38,7 +40,7 @@ from rich.progress import Progress
 
 from benchmarks.adapter_bench import random_wire
 from benchmarks.engine_bench import CHUNK, GREEDY, NUM_ADAPTERS, RANK, WARM_UP_STEPS, Bench, RepeatedLimits, Work
-from benchmarks.machine_limits import matrix_rate
+from benchmarks.machine_limits import matrix_rate, seconds_of
 from benchmarks.results import Row, at_least, at_most, report, threads_title
 from checkpoints.prepare_default_model import ensure_default_checkpoint
 from checkpoints.quantized_default_model import SchemeName, ensure_quantized_checkpoint
@@ -65,6 +67,9 @@ LEAST_SPEEDUPS = {("w4a16", 1): 3.0}
 
 IN_BFLOAT16 = " in bfloat16"
 """After the names of weights whose engines compute in bfloat16."""
+
+LEAST_GENERAL_SHARES, LEAST_TIMES_PEFT = {1: 0.5, 16: 0.8}, 2.0
+"""The goals of transformers' modules: of the tokens a second of the engine's own layers by sequences, and of PEFT's."""
 
 MAX_OVERHEAD_MS = 2
 """The goal: the most time that a step takes beside the model."""
@@ -240,6 +245,80 @@ def adapter_rows(bench: Bench, context: int, rounds: int, num_steps: int) -> lis
     ]
 
 
+def general_rows(checkpoint: Path, rounds: int, context: int, num_steps: int, **options: Any) -> list[Row]:
+    """Steps by transformers' modules as shares of those by the engine's own layers, and beside transformers + PEFT."""
+    benches = {name: Bench(checkpoint, model_implementation=name, **options) for name in ("native", "transformers")}
+    layout = benches["transformers"].engine.info.adapter_layout
+    for seed in range(NUM_ADAPTERS):
+        benches["transformers"].engine.put_adapter(seed, pack_adapter(*random_wire(layout, RANK, seed), layout))
+    peft = PeftDecode(checkpoint, NUM_ADAPTERS, RANK)
+    seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        for (name, bench), n in itertools.product(benches.items(), (1, NUM_ADAPTERS)):
+            with bench.batch(n, context):
+                bench.step_seconds(WARM_UP_STEPS)
+                seconds[name, n] += bench.step_seconds(num_steps)
+        with benches["transformers"].batch(NUM_ADAPTERS, context, range(NUM_ADAPTERS)):
+            benches["transformers"].step_seconds(WARM_UP_STEPS)
+            seconds["adapters", NUM_ADAPTERS] += benches["transformers"].step_seconds(num_steps)
+        seconds["peft", NUM_ADAPTERS] += peft.step_seconds(context, num_steps)
+    for bench in benches.values():
+        bench.close()
+    medians = {key: statistics.median(values) for key, values in seconds.items()}
+    return [
+        *(
+            at_least(
+                f"general: decode {n}, of the engine's own layers",
+                medians["native", n] / medians["transformers", n],
+                "x",
+                goal,
+            )
+            for n, goal in LEAST_GENERAL_SHARES.items()
+        ),
+        Row(
+            f"general: {NUM_ADAPTERS} different adapters", NUM_ADAPTERS / medians["adapters", NUM_ADAPTERS], "tokens/s"
+        ),
+        Row("general: the same by transformers with PEFT", NUM_ADAPTERS / medians["peft", NUM_ADAPTERS], "tokens/s"),
+        at_least(
+            f"general: {NUM_ADAPTERS} different adapters, times transformers with PEFT",
+            medians["peft", NUM_ADAPTERS] / medians["adapters", NUM_ADAPTERS],
+            "x",
+            LEAST_TIMES_PEFT,
+        ),
+    ]
+
+
+class PeftDecode:
+    """transformers + PEFT in float32: each row of a batch has an adapter of its own, on all linears."""
+
+    def __init__(self, checkpoint: Path, num_adapters: int, rank: int) -> None:
+        # Here: the other parts need no PEFT.
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForCausalLM
+
+        config = LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False)
+        self._names = [f"adapter {index}" for index in range(num_adapters)]
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        self._model = get_peft_model(model, config, adapter_name=self._names[0]).eval()
+        for name in self._names[1:]:
+            self._model.add_adapter(name, config)
+
+    @torch.inference_mode()
+    def step_seconds(self, context: int, num_steps: int) -> list[float]:
+        """The seconds of each of some steps after a prompt of `context` tokens and `WARM_UP_STEPS` steps."""
+        tokens = (
+            torch.arange(len(self._names) * context).view(len(self._names), context) % self._model.config.vocab_size
+        )
+        cache = self._model(input_ids=tokens, adapter_names=self._names, use_cache=True).past_key_values
+
+        def step() -> None:
+            self._model(
+                input_ids=tokens[:, :1], adapter_names=self._names, past_key_values=cache, use_cache=True
+            ).logits[:, -1].argmax(-1)
+
+        return [seconds_of(step) for _ in range(WARM_UP_STEPS + num_steps)][WARM_UP_STEPS:]
+
+
 def overhead_rows(rounds: int, num_steps: int, num_sequences: int) -> list[Row]:
     """Milliseconds of a step outside of the model's forward pass and its logits."""
     values: defaultdict[str, list[float]] = defaultdict(list)
@@ -331,7 +410,7 @@ def main(
     output: Annotated[Path, typer.Option(help="Folder for engine.csv.")] = Path("bench_results"),
     part: Annotated[
         list[str],
-        typer.Option(help="Measure only this: decode, bfloat16, prefill, prefix, adapters, overhead."),
+        typer.Option(help="Measure only this: decode, bfloat16, prefill, prefix, adapters, general, overhead."),
     ] = [],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="Repetitions of everything that is compared.")] = 5,
     steps: Annotated[int, typer.Option(help="Decode steps of one repetition.")] = 8,
@@ -365,6 +444,7 @@ def main(
         "prefill": lambda: prefill_rows(benches, rounds, prompt),
         "prefix": lambda: prefix_rows(bench, rounds, num_shared=1000, num_own=32),
         "adapters": lambda: adapter_rows(bench, context, rounds, steps),
+        "general": lambda: general_rows(checkpoint, rounds, context, steps, **options),
         "overhead": lambda: overhead_rows(rounds, steps, 64),
     }
     if update_docs and part and "decode" not in part:

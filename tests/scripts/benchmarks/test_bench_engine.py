@@ -19,6 +19,7 @@ from benchmarks.bench_engine import (
     adapter_rows,
     bfloat16_rows,
     decode_rows,
+    general_rows,
     model_seconds,
     overhead_rows,
     prefill_rows,
@@ -84,6 +85,15 @@ def test_a_models_calls_are_timed_as_long_as_they_are_asked_for(bench: Bench) ->
     with bench.batch(1, prompt_tokens=3):
         bench.step_seconds(1)
     assert seconds == measured, "it should have stopped"
+
+
+def test_transformers_modules_are_measured_beside_our_layers_and_peft(bench: Bench) -> None:
+    path, options = Path(bench.engine.info.model_path), {"num_threads": 1, "kv_cache_memory_bytes": 8 << 20}
+    rows = {row.what: row for row in general_rows(path, rounds=1, context=4, num_steps=1, **options)}
+    assert [row.goal for row in rows.values() if row.goal] == [">= 0.5", ">= 0.8", ">= 2"]
+    assert all(row.value > 0 for row in rows.values())
+    times = rows["general: 16 different adapters"].value / rows["general: the same by transformers with PEFT"].value
+    assert rows["general: 16 different adapters, times transformers with PEFT"].value == pytest.approx(times)
 
 
 def test_every_part_of_the_benchmark_reports_positive_figures(bench: Bench) -> None:
