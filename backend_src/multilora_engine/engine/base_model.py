@@ -71,6 +71,7 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     tokenizer_path = config.tokenizer_path or config.model_path
     tokenizer = Tokenizer(tokenizer_path)
     model_config = wait_for_config()
+    sites = restricted_sites(model_config.sites, config.lora.target_modules)
     dtype = choose_dtype(config.dtype, model_config, device)
     kv_dtype = choose_kv_cache_dtype(config, model_config, dtype, device)
     placement = Placement(dtype, choose_weight_dtype(config, dtype, device), device)
@@ -79,7 +80,6 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     for kind, num_bytes in model.weight_bytes.items():
         _logger.info("weights: %.2f GiB, stored as %s", num_bytes / (1 << 30), kind)
     lora_dtype = dtype_name(dtype) if config.lora.lora_dtype == "auto" else config.lora.lora_dtype
-    sites = restricted_sites(model.adapter_sites, config.lora.target_modules)
     ruled_out = sites_ruled_out(config.model_path, sites)
     fingerprint = weights_fingerprint(config.model_path)
     layout = adapter_layout(sites, config.lora.max_lora_rank, lora_dtype, ruled_out, fingerprint)
