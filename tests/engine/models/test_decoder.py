@@ -329,7 +329,7 @@ def test_half_precision_is_as_near_to_float32_as_transformers_is(
     assert (torch.cat(steps, dim=1) - exact).square().mean() < 2 * (half.float() - exact).square().mean()
 
 
-@pytest.mark.parametrize("name", ["llama rope yarn", "cohere2"])
+@pytest.mark.parametrize("name", ["llama rope yarn", "cohere2", "qwen2 moe", "olmoe"])
 def test_bfloat16_on_a_cpu_is_nearer_to_float64_of_the_rounded_model_than_transformers_is(
     name: str, tmp_path: Path, paged_runner: Callable[..., Any], paged_sequence: Callable[..., Any]
 ) -> None:
@@ -342,7 +342,12 @@ def test_bfloat16_on_a_cpu_is_nearer_to_float64_of_the_rounded_model_than_transf
     ours = torch.cat(steps, dim=1).double()
     theirs = torch.stack([reference_logits(reference, prompt, chunks) for prompt in prompts]).double()
     exact = torch.stack([reference_logits(reference.double(), prompt, chunks) for prompt in prompts])
-    assert (ours - exact).square().mean() < BFLOAT16_SHARE * (theirs - exact).square().mean()
+    our_errors, their_errors = ((found - exact).square() for found in (ours, theirs))
+    if hasattr(reference.config, "num_experts"):
+        # Whichever side chooses another expert for a token, by chance, has nearly all of the error there.
+        assert our_errors.median() < BFLOAT16_SHARE * their_errors.median()
+    else:
+        assert our_errors.mean() < BFLOAT16_SHARE * their_errors.mean()
 
 
 def placement(dtype: torch.dtype) -> Placement:
@@ -354,6 +359,7 @@ def make_checkpoint(name: str, path: Path) -> PreTrainedModel:
     architecture, config = CHECKPOINTS[name]
     torch.manual_seed(0)
     model = architecture(config).eval()
+    model.set_experts_implementation("eager")  # The default cannot do these odd sizes in 16 bits.
     with torch.no_grad():
         for of, parameter in model.named_parameters():
             if parameter.dim() == 1 or of.endswith("_bias"):
