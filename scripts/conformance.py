@@ -69,8 +69,11 @@ class Outcomes:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table of docs/clients.md."""
-    cells = ((row.interface, row.requirement, row.answer) for row in rows)
+    """The table of docs/clients.md: a row for each interface and answer, a line for each requirement."""
+    requirements = defaultdict(list)
+    for row in rows:
+        requirements[row.interface, row.answer].append(row.requirement)
+    cells = ((interface, "<br>".join(lines), answer) for (interface, answer), lines in requirements.items())
     return markdown_table(("interface", "what its clients rely on", "here"), cells, numbers=())
 
 

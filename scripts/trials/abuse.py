@@ -34,14 +34,12 @@ TABLE = "abuse"
 COLUMNS = (
     "attack",
     "before the server",
-    "quiet p50, p99 (ms)",
-    "under it",
-    "errors",
-    "MiB before, after",
+    "p99 before, during (ms)",
+    "memory (MiB)",
     "attacker met",
-    "verdict",
+    "harm",
 )
-_NUMBERS = range(2, 6)
+_NUMBERS = range(2, 4)
 
 MAX_GAP_RATIO = 3.0
 """The largest factor by which the victim's longest gaps may grow."""
@@ -82,9 +80,11 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        gaps = (f"{met.p50_ms:.0f}, {met.p99_ms:.0f}" for met in (self.quiet, self.under))
-        memory = ", ".join(f"{num // (1 << 20):,}" for num in self.num_bytes)
-        return (self.name, self.door, *gaps, str(len(self.under.errors)), memory, self.met, self.verdict)
+        """The row in `COLUMNS`. Without harm the last cell is empty."""
+        gaps = f"{self.quiet.p99_ms:.0f}, {self.under.p99_ms:.0f}"
+        harm = "" if self.verdict == "fine" else self.verdict
+        before, after = (num // (1 << 20) for num in self.num_bytes)
+        return self.name, self.door, gaps, f"{after - before:+,}", self.met, harm
 
 
 def main(

@@ -76,10 +76,11 @@ class ClientProgram:
 
 
 def markdown(programs: Sequence[ClientProgram]) -> str:
-    """The table of docs/clients.md: a mode of several versions is one line, so are modes of one outcome."""
+    """The table of docs/clients.md: versions, modes and programs that go alike share a line."""
     versions = _grouped((row.program, row.mode, row.outcome, row.version) for row in programs)
     modes = _grouped((program, outcome, ", ".join(known), mode) for (program, mode, outcome), known in versions.items())
-    lines = ((f"`{program}`", known, "; ".join(tried), outcome) for (program, outcome, known), tried in modes.items())
+    names = _grouped((known, "; ".join(tried), outcome, f"`{name}`") for (name, outcome, known), tried in modes.items())
+    lines = ((", ".join(alike), *rest) for rest, alike in names.items())
     return markdown_table(("program", "version", "modes", "here"), lines, numbers=())
 
 

@@ -288,7 +288,7 @@ def test_the_docs_list_every_metric_with_its_kind_labels_and_meaning() -> None:
 
 
 def _row(name: str, kind: str, labels: list[str], meaning: str) -> str:
-    return f"| `{name}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {meaning} |"
+    return f"| `{name}` | {', '.join([kind, *(f'`{label}`' for label in labels)])} | {meaning} |"
 
 
 def observed(transition: str) -> list[float]:

@@ -60,7 +60,7 @@ def test_gaps_are_told_by_percentiles() -> None:
 
 def test_a_row_is_told_in_the_columns_of_the_page() -> None:
     told = dict(zip(abuse.COLUMNS, row(QUIET).cells, strict=True))
-    assert list(told.values()) == ["an attack", "proxy", "20, 30", "20, 30", "0", "100, 1,000", "INVALID_ARG", "fine"]
+    assert list(told.values()) == ["an attack", "proxy", "30, 30", "+900", "INVALID_ARG", ""]
     assert read_table(abuse.PAGE, abuse.TABLE).startswith(f"| {' | '.join(told)} |\n")
 
 
