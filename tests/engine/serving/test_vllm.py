@@ -10,18 +10,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support.adapters import TINY, wire_adapter
 from support.fake_engine import HOLD, INFO, FakeEngine, text_of
 from support.fake_triton import FakeRequest, FakeResponse
 from support.served_engine import served
 
-from multilora_engine.errors import InvalidRequest
+from multilora_engine.errors import InvalidRequest, Unsupported
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.request import Guide, SamplingParams, TokenLogProb, TokenOutput
 from multilora_engine.serving.front import EngineLink
+from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.outputs import ReplyRow
-from multilora_engine.serving.vllm import VllmFront, VllmResponder, read_vllm_sampling, tensors_of
+from multilora_engine.serving.request_parser import read_call
+from multilora_engine.serving.vllm import VllmFront, VllmResponder, VllmSampling, read_vllm_sampling, tensors_of
 from multilora_engine.text.tokenizer import Tokenizer
 
 OUTPUTS = (
@@ -322,6 +326,28 @@ def test_a_request_that_its_client_cancelled_ends(front: VllmFront, tokenizer: T
     front.accept(request)
     request.sender.cancelled.set()
     assert error_of(request.sender.wait())[0] == "CANCELLED"
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=4)
+    | st.sampled_from(["1", "0.5", "nan"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.just("7"), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sampling=st.dictionaries(st.sampled_from([*VllmSampling.__struct_fields__, "best_of", "top_a"]), VALUES))
+def test_no_value_of_a_parameter_is_our_error(tokenizer: Tokenizer, sampling: dict[str, Any]) -> None:
+    try:
+        arrays = tensors_of(read_vllm_sampling(sampling), INFO, tokenizer)
+        read_call(InputTensors.of(arrays | {"text_input": np.array([[b"Hello"]], object)}), INFO, tokenizer)
+    except (InvalidRequest, Unsupported):
+        pass
 
 
 def test_deeply_nested_values_are_refused() -> None:
