@@ -31,11 +31,12 @@ class MixtureOracle(Oracle):
     PEFT has no adapters on single experts, and takes the linears of a mixture's dense layers for experts.
     """
 
-    def __init__(self, model: PreTrainedModel, directory: Path) -> None:
+    def __init__(self, model: PreTrainedModel, directory: Path, sites: ModelSites | None = None) -> None:
+        """sites: of the model; None for a family of ours."""
         self._pristine = copy.deepcopy(model)
         self._merged: dict[str, PreTrainedModel] = {}
         self._rows: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._sites = config_sites(model.config.to_dict())
+        self._sites = sites or config_sites(model.config.to_dict())
         super().__init__(model, directory)
 
     def add_rows(

@@ -33,11 +33,12 @@ from multilora_engine.models.model_config import (
     read_end_token_ids,
 )
 from multilora_wire.module_names import FUSED_NAMES, MODULE_IDS
-from multilora_wire.sites import FIRST_OWN_MODULE, ModelSites, SiteShape, model_sites
+from multilora_wire.sites import FIRST_OWN_MODULE, ModelSites, SiteShape, expert_shapes, model_sites
 
 _MAX_ERROR_CHARS = 500
 _TRACED_LENGTH = 4096
 """For a config without a longest sequence, which is refused in the end."""
+_USUAL_EXPERTS = "mlp.experts"
 _USUAL_EMBEDDINGS, _USUAL_HEAD = "model.embed_tokens", "lm_head"
 _FUSED = frozenset(FUSED_NAMES.values())
 
@@ -201,6 +202,15 @@ def _model_config(
     return config
 
 
+def _expert_sites(layer: torch.nn.Module) -> list[SiteShape]:
+    """The linears of a layer's experts, where experts have the usual name, by which files of adapters call them."""
+    experts = dict(layer.named_modules()).get(_USUAL_EXPERTS)
+    if experts is None or not is_experts(experts):
+        return []
+    num_experts, hidden_size, inner_size = experts.down_proj.shape
+    return expert_shapes(int(hidden_size), int(inner_size), int(num_experts))[1:]  # without the router
+
+
 def _routers(layer: torch.nn.Module) -> set[str]:
     """The linears beside the experts of a layer that have an output for each of them. Adapters change none of these."""
     found = set()
@@ -245,7 +255,7 @@ def _sites(tree: PreTrainedModel, traced: Trace, names: Mapping[str, str], is_ti
             else:
                 module_id = own_ids.setdefault(path, FIRST_OWN_MODULE - len(own_ids))
             shapes.append(SiteShape(path, module_id, in_size, out_size))
-        layers.append(shapes)
+        layers.append([*shapes, *_expert_sites(tree.get_submodule(prefix.removesuffix(".")))])
     is_plain = not any(isinstance(module, Conv1D) for module in tree.modules())
     has_usual_ends = names == {"embeddings": _USUAL_EMBEDDINGS, "head": _USUAL_HEAD} and head.bias is None
     return model_sites(

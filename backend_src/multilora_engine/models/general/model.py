@@ -50,6 +50,7 @@ from multilora_engine.models.weights import (
     WeightFormat,
     WeightSwitch,
 )
+from multilora_wire.sites import GATED_MLP
 
 _UNSET = -(2**31)
 """In a buffer of whole numbers, before transformers fills it."""
@@ -207,12 +208,13 @@ class GeneralModel:
                 self._put(name, Linear(group, index, self.activation_dtype))
         for name, module in list(self.tree.named_modules()):
             if is_experts(module):
-                self._replace_experts(name, module)
+                columns = [site.column for n in GATED_MLP if (site := sites.get(f"{name}.{n}")) is not None]
+                self._replace_experts(name, module, columns)
             elif is_linear(module):
                 self._put(name, PlainLinear(*self._linear([name]), self.activation_dtype))
 
-    def _replace_experts(self, name: str, module: torch.nn.Module) -> None:
-        """Let a module of experts compute by ours, and drop its own parameters."""
+    def _replace_experts(self, name: str, module: torch.nn.Module, columns: Sequence[int]) -> None:
+        """Let a module of experts compute by ours, and drop its own parameters. columns: as of `Experts`."""
         weights = []
         for leaf, linears in (("gate_up_proj", 2), ("down_proj", 1)):
             num_experts, out_features, in_features = getattr(module, leaf).shape
@@ -226,7 +228,8 @@ class GeneralModel:
             self._tensors.update(weights[-1].checkpoint_tensors())
             delattr(module, leaf)
         self._weights += weights
-        set_experts(module, Experts(*weights).compute)
+        gate_up, down = weights
+        set_experts(module, Experts(gate_up, down, columns, self._current).compute)
 
     def _linear(self, names: Sequence[str]) -> tuple[LinearWeight, torch.Tensor | None]:
         """The weight of some linears, one after another, and their biases."""

@@ -6,7 +6,7 @@ model share, and that the model sets for the time of one pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from multilora_engine.models.decoder import adapt_logits, adapted_embeddings
 from multilora_engine.models.linear import LoRALinear
 from multilora_engine.models.rotary import Rotation
 from multilora_engine.models.weights import EmbeddingWeight, ExpertWeights, LinearWeight
-from multilora_kernels import AttentionOptions, PagedSequences, expert_mlp, rotary_attention
+from multilora_kernels import AttentionOptions, ExpertLoRA, PagedSequences, expert_mlp, rotary_attention
 from multilora_wire.sites import ModelSites
 
 
@@ -181,19 +181,23 @@ class Body(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Experts:
-    """All experts of a layer."""
+    """All experts of a layer. columns: the first of gate, up and down, where adapters may change them."""
 
     gate_up: ExpertWeights
     down: ExpertWeights
+    columns: Sequence[int]
+    current: CurrentStep
 
     def compute(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x: [num_tokens, hidden_size]. expert_ids, weights: [num_tokens, top_k]."""
+        lora = self.current.lora if self.columns else None
         return expert_mlp(
             x.contiguous(),
             expert_ids.to(torch.int32).contiguous(),
             weights.float().contiguous(),
             self.gate_up.weight,
             self.down.weight,
+            lora=None if lora is None else ExpertLoRA(lora.tables, lora.mapping, *self.columns),
         )
 
 

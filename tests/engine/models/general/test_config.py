@@ -72,10 +72,12 @@ def test_usual_linears_have_ids_of_the_wire_and_others_their_names_alone(tmp_pat
     assert mixed.module_names == own_names | {0: "attn_qkv", 1: "attn_q", 2: "attn_k", 3: "attn_v"}
 
 
-def test_experts_and_routers_are_no_sites(tmp_path: Path) -> None:
+def test_routers_are_no_sites(tmp_path: Path) -> None:
     sites = read_model_config(write_config(tiny_config("hunyuan_v1_moe"), tmp_path), "auto").sites
-    assert not [name for name in sites.site_named if "experts." in name or name.endswith("gate.wg")]
-    assert "layers.1.mlp.shared_mlp.up_proj" in sites.site_named
+    assert not [name for name in sites.site_named if name.endswith("gate.wg")]
+    assert {"layers.1.mlp.shared_mlp.up_proj", "layers.1.mlp.experts.up_proj"} <= sites.site_named.keys()
+    assert set(sites.module_names) >= {13, 14, 15}
+    assert 16 not in sites.module_names
 
 
 def test_no_row_of_the_wire_names_a_linear_without_an_id(tmp_path: Path) -> None:
