@@ -32,7 +32,7 @@ QUIET = Gaps([0.02] * 98 + [0.03, 0.04], [])
 
 
 def row(under: Gaps, loss: str = "", name: str = "an attack", mib_after: int = 1000) -> Row:
-    return Row("proxy", name, QUIET, under, (100 << 20, mib_after << 20), "INVALID_ARG", loss)
+    return Row("proxy", name, QUIET, under, (100 << 20, mib_after << 20), "2 x INVALID_ARG", loss)
 
 
 @pytest.mark.parametrize(
