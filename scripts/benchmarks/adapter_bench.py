@@ -24,6 +24,7 @@ from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora_config import LoRAConfig, SourceSpec
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_wire.layout import AdapterLayout, num_values
+from multilora_wire.sites import WireModule
 
 RANKS = (8, 16, 32, 64)
 PLACES = 16
@@ -33,9 +34,14 @@ _MAX_LEN = 512
 WARM_UP_TOKENS = 4
 
 
-def random_wire(layout: AdapterLayout, rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`lora_weights`, float32, and `lora_config` of an adapter on all linear layers; small random numbers."""
-    modules = layout.sites.plain_modules
+def random_wire(
+    layout: AdapterLayout, rank: int, seed: int, modules: Sequence[WireModule] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`lora_weights`, float32, and `lora_config` of an adapter of small random numbers.
+
+    modules: that the adapter changes; by default all linears.
+    """
+    modules = modules or layout.sites.plain_modules
     config = torch.tensor([[module.module_id, module.layer, rank, 0] for module in modules])
     sizes = torch.tensor([num_values(module, rank) for module in modules])
     generator = torch.Generator().manual_seed(seed)

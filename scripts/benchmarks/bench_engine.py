@@ -13,6 +13,9 @@ adapters   decoding 16 sequences with one adapter or 16 different ones on all li
            loaded but not used, against the engine without any
 general    the default model by transformers' modules: a step beside one of the engine's own layers, and with 16
            different adapters beside transformers with PEFT
+experts    decoding 16 sequences of a mixture of OLMoE-1B-7B's shape with two layers of random weights in bfloat16, with
+           16 different adapters on attention, and on all linears and experts, against the base, and beside
+           transformers with PEFT, which takes adapters of experts one after another
 overhead   what a step of 64 sequences costs beside the model, on one core: scheduling, batch, sampling, text, emission.
            The model is a tiny one, so that nothing else happens
 
@@ -50,6 +53,7 @@ from marked_tables import figure, markdown_table, write_table
 from multilora_engine.lora.format import TORCH_DTYPES, pack_adapter
 from multilora_engine.models.decoder import Decoder
 from multilora_engine.request import SamplingParams
+from multilora_wire.module_names import ATTN_DENSE, ATTN_K, ATTN_Q, ATTN_V
 from plots import PERFORMANCE, write_plots
 from sources import measured_source
 
@@ -70,6 +74,12 @@ IN_BFLOAT16 = " in bfloat16"
 
 LEAST_GENERAL_SHARES, LEAST_TIMES_PEFT = {1: 0.5, 16: 0.8}, 2.0
 """The goals of transformers' modules: of the tokens a second of the engine's own layers by sequences, and of PEFT's."""
+
+LEAST_SHARES_OF_A_MIXTURE = {"adapters on attention": 0.95, "adapters on all": 0.85}
+LEAST_TIMES_PEFT_OF_A_MIXTURE = 5.0
+"""The goals of a mixture: the shares of the base's tokens that adapters leave, and times of PEFT's tokens."""
+
+_ATTENTION = frozenset({ATTN_Q, ATTN_K, ATTN_V, ATTN_DENSE})
 
 MAX_OVERHEAD_MS = 2
 """The goal: the most time that a step takes beside the model."""
@@ -288,6 +298,109 @@ def general_rows(checkpoint: Path, rounds: int, context: int, num_steps: int, **
     ]
 
 
+def expert_rows(rounds: int, context: int, num_steps: int, **options: Any) -> list[Row]:
+    """Tokens a second of a mixture with 16 sequences, and the share of them that adapters leave."""
+    with tempfile.TemporaryDirectory(prefix="multilora-bench-") as directory:
+        checkpoint = save_random_mixture(Path(directory))
+        bench = Bench(checkpoint, **options | {"dtype": "bfloat16"})
+        layout, n = bench.engine.info.adapter_layout, NUM_ADAPTERS
+        on_attention = [module for module in layout.sites.plain_modules if module.module_id in _ATTENTION]
+        for seed in range(n):
+            on_all = pack_adapter(*random_wire(layout, RANK, seed), layout)
+            bench.engine.put_adapter(n + seed, on_all)
+            bench.engine.put_adapter(seed, pack_adapter(*random_wire(layout, RANK, seed, on_attention), layout))
+        tasks: dict[str, Sequence[int | None]] = {
+            "base": [None],
+            "adapters on attention": range(n),
+            "adapters on all": range(n, 2 * n),
+        }
+        seconds: defaultdict[str, list[float]] = defaultdict(list)
+        for _, (name, of_rows) in itertools.product(range(rounds), tasks.items()):
+            with bench.batch(n, context, of_rows):
+                bench.step_seconds(WARM_UP_STEPS)
+                seconds[name] += bench.step_seconds(num_steps)
+        bench.close()
+        peft = 1 / PeftMixture(checkpoint, RANK).seconds_a_token(context)
+    rates = {name: n / statistics.median(values) for name, values in seconds.items()}
+    return [
+        *(Row(f"experts: {name}", rate, "tokens/s") for name, rate in rates.items()),
+        Row("experts: the same by transformers with PEFT", peft, "tokens/s"),
+        *(
+            at_least(f"experts: {name}, of the base", rates[name] / rates["base"], "x", goal)
+            for name, goal in LEAST_SHARES_OF_A_MIXTURE.items()
+        ),
+        at_least(
+            "experts: adapters on all, times transformers with PEFT",
+            rates["adapters on all"] / peft,
+            "x",
+            LEAST_TIMES_PEFT_OF_A_MIXTURE,
+        ),
+    ]
+
+
+def save_random_mixture(path: Path) -> Path:
+    """A checkpoint of OLMoE-1B-7B's shape (arXiv:2409.02060) with two layers and few tokens, random in bfloat16."""
+    from safetensors.torch import save_file
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    config = OlmoeConfig(
+        vocab_size=_TINY_VOCABULARY,
+        hidden_size=2048,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        num_experts=64,
+        num_experts_per_tok=8,
+        max_position_embeddings=2048,
+        architectures=["OlmoeForCausalLM"],
+        dtype="bfloat16",
+        eos_token_id=None,
+    )
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in OlmoeForCausalLM(config).state_dict().items()}
+    torch.manual_seed(7)
+    tensors = {
+        name: torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02)
+        if len(shape) > 1
+        else torch.ones(shape, dtype=torch.bfloat16)
+        for name, shape in shapes.items()
+    }
+    config.save_pretrained(path)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    save_plain_tokenizer(path, _TINY_VOCABULARY)
+    return path
+
+
+class PeftMixture:
+    """transformers + PEFT in bfloat16 with one adapter on attention and all experts; PEFT mixes no adapters of experts
+    in a batch."""
+
+    def __init__(self, checkpoint: Path, rank: int) -> None:
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForCausalLM
+
+        config = LoraConfig(
+            r=rank,
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            init_lora_weights=False,
+        )
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+        self._model = get_peft_model(model, config).to(torch.bfloat16).eval()
+
+    @torch.inference_mode()
+    def seconds_a_token(self, context: int) -> float:
+        """The seconds of one more token of one sequence, the median of three."""
+        tokens = (torch.arange(context) % _TINY_VOCABULARY).view(1, context)
+        cache = self._model(input_ids=tokens, use_cache=True).past_key_values
+
+        def step() -> None:
+            self._model(input_ids=tokens[:, :1], past_key_values=cache, use_cache=True)
+
+        return statistics.median(seconds_of(step) for _ in range(3))
+
+
 class PeftDecode:
     """transformers + PEFT in float32: each row of a batch has an adapter of its own, on all linears."""
 
@@ -410,7 +523,9 @@ def main(
     output: Annotated[Path, typer.Option(help="Folder for engine.csv.")] = Path("bench_results"),
     part: Annotated[
         list[str],
-        typer.Option(help="Measure only this: decode, bfloat16, prefill, prefix, adapters, general, overhead."),
+        typer.Option(
+            help="Measure only this: decode, bfloat16, prefill, prefix, adapters, general, experts, overhead."
+        ),
     ] = [],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="Repetitions of everything that is compared.")] = 5,
     steps: Annotated[int, typer.Option(help="Decode steps of one repetition.")] = 8,
@@ -445,6 +560,7 @@ def main(
         "prefix": lambda: prefix_rows(bench, rounds, num_shared=1000, num_own=32),
         "adapters": lambda: adapter_rows(bench, context, rounds, steps),
         "general": lambda: general_rows(checkpoint, rounds, context, steps, **options),
+        "experts": lambda: expert_rows(rounds, context, steps, **options),
         "overhead": lambda: overhead_rows(rounds, steps, 64),
     }
     if update_docs and part and "decode" not in part:
