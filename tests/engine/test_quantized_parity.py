@@ -54,7 +54,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from multilora_engine.request import GenerationRequest
+from multilora_engine.config import EngineConfig
+from multilora_engine.engine.engine import Engine
+from multilora_engine.request import GenerationRequest, SamplingParams
 
 NUM_PROMPTS = 24
 Save = Callable[[Any, Path], None]
@@ -339,6 +341,30 @@ def save_mixture(name: str, folder: Path) -> PreTrainedModel:
     with checkpoint_modules(model) as modules:
         save(modules, folder / "checkpoint")
     return model
+
+
+@pytest.mark.parametrize(
+    "name", ["AWQ", *(pytest.param(n, marks=pytest.mark.long(reason="2 s each")) for n in OF_MIXTURES if n != "AWQ")]
+)
+def test_transformers_modules_choose_the_same_tokens_over_the_same_codes(
+    name: str, tmp_path: Path, default_model_dir: Path
+) -> None:
+    save_mixture(name, tmp_path)
+    sampling = SamplingParams(max_tokens=16, end_id=-1)
+    requests = [GenerationRequest(f"r{i}", prompt, sampling) for i, prompt in enumerate(tiny_prompts(7))]
+    answers = []
+    for implementation in ("native", "transformers"):
+        config = EngineConfig(
+            model_path=tmp_path / "checkpoint",
+            tokenizer_path=default_model_dir,
+            num_threads=1,
+            kv_cache_memory_bytes=4 << 20,  # type: ignore[arg-type]
+            model_implementation=implementation,  # type: ignore[arg-type]
+        )
+        engine = Engine(config)
+        assert any("groups" in kind for kind in engine._runner._model.weight_bytes)
+        answers.append([answer.token_ids for answer in run_all(engine, requests).values()])
+    assert answers[0] == answers[1]
 
 
 DEFAULT_MIXTURES = ("AWQ", "blocks of FP8", "MXFP4")

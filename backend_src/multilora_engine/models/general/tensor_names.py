@@ -17,8 +17,8 @@ from transformers.core_model_loading import (
 
 from multilora_engine.errors import ConfigError
 
-_EXPERT = re.compile(r".+\.(\d+)\.[^.]+\.weight")
-"""The number of an expert, in the name of one of its tensors."""
+_EXPERT = re.compile(r".+\.(\d+)\.[^.]+")
+"""The number of an expert, in the name of one of its linears."""
 
 
 class TensorNames:
@@ -36,13 +36,15 @@ class TensorNames:
         self._module_of: dict[str, str] = {}
         self._expert_of: dict[tuple[str, int, int], str] = {}
         for stored in tensor_names:
-            name, converted = rename_source_key(stored, self._renamings, self._converters)
-            name = self._with_prefix(name)
+            stored_module, _, stored_leaf = stored.rpartition(".")
+            # Also where a linear has other tensors than a weight, as one of codes has.
+            name, converted = rename_source_key(f"{stored_module}.weight", self._renamings, self._converters)
             if converted is not None:
-                self._note_expert(name, stored, converted)
+                self._note_expert(self._with_prefix(name), stored_module, converted)
                 continue
+            name = self._name_in_tree(stored)
             self._tensor_of.setdefault(name, stored)
-            (module, _, leaf), (stored_module, _, stored_leaf) = name.rpartition("."), stored.rpartition(".")
+            module, _, leaf = name.rpartition(".")
             if leaf == stored_leaf:
                 self._module_of.setdefault(module, stored_module)
 
@@ -59,15 +61,15 @@ class TensorNames:
         return self._expert_of.get((name, expert, linear), f"{name}.{expert}.{linear}")
 
     def _note_expert(self, name: str, stored: str, pattern: str) -> None:
-        """Keep the place of a tensor of one expert. Raises ConfigError for a tensor that is made into another form."""
+        """Keep the place of a linear of one expert. Raises ConfigError for a linear that is made into another form."""
         converter = next(one for one in self._converters if pattern in one.source_patterns)
         place = _EXPERT.fullmatch(stored)
         is_stacked = [type(one) for one in converter.operations] in ([MergeModulelist], [MergeModulelist, Concatenate])
         if place is None or not is_stacked or len(converter.target_patterns) != 1:
             raise ConfigError(
-                f"tensor {stored}: transformers makes other tensors of it at the load, which is not served"
+                f"tensors of {stored}: transformers makes others of them at the load, which is not served"
             )
-        self._expert_of[name, int(place[1]), converter.source_patterns.index(pattern)] = stored.removesuffix(".weight")
+        self._expert_of[name, int(place[1]), converter.source_patterns.index(pattern)] = stored
 
     def ignores(self, stored: str) -> bool:
         """Whether transformers passes a tensor over: its module computes it, or no longer has it."""
