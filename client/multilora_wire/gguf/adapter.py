@@ -40,7 +40,7 @@ _MODEL_TYPES = {"llama": ("llama", "mistral"), "gemma3": ("gemma3_text",)}
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The model that an adapter comes on top of. head_dim: of its attention."""
+    """The model that an adapter comes on top of. head_dim: of its attention; 0 where its config.json does not tell."""
 
     model_type: str
     head_dim: int
@@ -49,7 +49,8 @@ class BaseModel:
     def of(cls, directory: Path) -> BaseModel:
         """The model of a checkpoint directory that a server serves."""
         fields = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-        head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+        # Models to which no GGUF adapter belongs have other names for these, as GPT-2.
+        head_dim = fields.get("head_dim") or fields.get("hidden_size", 0) // fields.get("num_attention_heads", 1)
         return cls(fields["model_type"], head_dim)
 
 
@@ -195,6 +196,8 @@ def _read_tensor(place: TensorPlace, names: TensorNames, head_dim: int) -> _Tens
         )
     num_heads = 0
     if ending == ".lora_b" and names.heads_of_rows(weight, 1, 1):
+        if not head_dim:
+            raise PeftError(f"{key} cannot be read: config.json of the base model has no head_dim")
         if shape[0] % head_dim:
             raise PeftError(f"{key} has {shape[0]} rows, and a head of this model has {head_dim}")
         num_heads = shape[0] // head_dim

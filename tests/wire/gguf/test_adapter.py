@@ -148,6 +148,24 @@ def test_what_nobody_understands_is_refused_by_name(
         GGUFAdapter(source, BaseModel.of(base))
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "gpt2", "n_embd": 64, "n_head": 4}, "and the model here is gpt2"),
+        ({"model_type": "llama"}, "attn_k.weight.lora_b cannot be read: config.json of the base model has no head_dim"),
+    ],
+)
+def test_a_base_model_whose_config_has_other_names_refuses_the_adapter(
+    oracle: Oracle, config: PreTrainedConfig, tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    if config.model_type != "llama":
+        message = "and the model here is"
+    write_adapter(tmp_path / "a.gguf", oracle.adapters["all"], config)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with FileBytes(tmp_path / "a.gguf") as source, pytest.raises(PeftError, match=message):
+        GGUFAdapter(source, BaseModel.of(tmp_path))
+
+
 def test_an_adapter_of_another_size_is_refused_with_both_sizes(
     base: Path, config: PreTrainedConfig, oracle: Oracle, tmp_path: Path
 ) -> None:
