@@ -130,8 +130,11 @@ def decoder_config(path: Path, raw: Mapping[str, Any], fields: Mapping[str, Any]
 
     raw: the content of config.json. fields: its completed fields (`begin_completing`). Raises ConfigError.
     """
-    for name in _POSITIVE:
-        if fields.get(name, 1) < 1:
+    for name in (*_POSITIVE, "num_experts"):
+        # Transformers takes any value under a second name of a field.
+        if type(value := fields.get(name, 1)) is not int:
+            raise ConfigError(f"config.json: {name} {value!r} must be a whole number")
+        if value < 1 and name in _POSITIVE:
             raise ConfigError(f"config.json: {name} {fields[name]} must be positive")
     head_dim = fields["head_dim"]
     if head_dim is None:

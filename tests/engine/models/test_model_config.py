@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,10 @@ def test_end_tokens_are_the_union_of_both_files(
         (QWEN3_MOE | {"hidden_act": "gelu_pytorch_tanh"}, "is not supported for experts; supported is: silu"),
         (QWEN2_MOE | {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size 0 must be positive"),
         (MIXTRAL | {"num_local_experts": 0}, "num_local_experts 0 must be positive"),
+        (MIXTRAL | {"num_experts": "8"}, "num_local_experts '8' must be a whole number"),
+        (MIXTRAL | {"num_experts": None}, "num_local_experts None must be a whole number"),
+        (OLMOE | {"num_local_experts": [4]}, "num_experts [4] must be a whole number"),
+        (QWEN3_MOE | {"num_local_experts": math.nan}, "nan must be a whole number"),
         (OLMOE | {"num_experts": 0}, "num_experts_per_tok 2 is more than the 0 experts"),
         (GPT_OSS | {"swiglu_alpha": 2.0}, "swiglu_alpha 2.0 is not supported; supported is: 1.702"),
         (GPT_OSS | {"swiglu_limit": 0.0}, "swiglu_limit 0.0 must be positive"),
