@@ -97,6 +97,7 @@ _UNSUPPORTED: Mapping[str, str] = {
     "output_kind": "the input stream chooses between new text and the whole answer",
     "prompt_logprobs": "this protocol has no output for them; the model generation has",
     "skip_special_tokens": "the text of an answer never shows special tokens",
+    "thinking_token_budget": "this server counts all tokens of an answer alike; send max_tokens",
     "use_beam_search": "the model generation has beam search",
 }
 """Parameters of vLLM's that this server cannot keep, and what to do instead."""

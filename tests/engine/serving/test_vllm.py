@@ -263,6 +263,7 @@ def test_log_probs_are_of_each_new_token_and_of_the_likeliest(num_top: int, seco
         ({"detokenize": "false"}, "UNSUPPORTED", "sampling parameter detokenize 'false'"),
         ({"prompt_logprobs": 0}, "UNSUPPORTED", "sampling parameter prompt_logprobs 0"),
         ({"best_of": 2}, "UNSUPPORTED", "sampling parameter best_of 2"),
+        ({"thinking_token_budget": 0}, "UNSUPPORTED", "sampling parameter thinking_token_budget 0"),
         ({"use_beam_search": True}, "UNSUPPORTED", "sampling parameter use_beam_search True"),
         ({"allowed_token_ids": [5]}, "UNSUPPORTED", "sampling parameter allowed_token_ids [5]"),
         ("[1]", "INVALID_ARG", "sampling_parameters must be a JSON object"),
