@@ -121,16 +121,17 @@ struct PairTile {
   int64_t place_of(int64_t group) const { return (block.panel * block.groups + group) * kPanelWidth; }
 
   // Both take one column after the other: the sums of all rows leave few registers for a group's numbers.
+  // Columns are constants: a loop over them with the branches of a zero's type stays a loop, and keeps all sums in memory.
   template <int Rows>
   MULTILORA_INLINE void subtract_zeros(F (&sum)[Rows][kPanelVectors], int64_t first_row, int64_t group) const {
-    for (int v = 0; v < kPanelVectors; ++v) {
+    for_constants(std::make_integer_sequence<int, kPanelVectors>{}, [&](auto v) MULTILORA_INLINED {
       Numbers numbers;
       numbers.read(block.scaling, place_of(group) + v * Vec::kWidth);
       for (int r = 0; r < Rows; ++r) {
         const F x_sum = Vec::broadcast(block.x_sums[(first_row + r) * block.groups + group]);
         sum[r][v] = Vec::subtract_product(numbers.zero, x_sum, sum[r][v]);
       }
-    }
+    });
   }
 
   template <int Rows>
