@@ -50,7 +50,7 @@ READ_LATER = {
 READ_AT_ONCE: dict[str, Any] = {"guide": Guide("json"), "return_context_logits": True, "beam_width": 2}
 MEAN_NOTHING_ALONE = {
     *("top_p_reset_id", "num_top_log_probs", "num_prompt_top_log_probs"),
-    *("length_penalty", "early_stopping", "beam_search_diversity_rate"),
+    *("length_penalty", "early_stopping", "beam_search_diversity_rate", "guide_after_thinking"),
 }
 
 Arrival = tuple[int, int, int | None, dict[str, Any], int | None]
