@@ -77,7 +77,7 @@ _EXPONENTS: Mapping[AdapterDtype, np.uint16 | np.uint32] = {
     "BF16": np.uint16(0x7F80),
     "FP32": np.uint32(0x7F80_0000),
 }
-"""The bits of the exponent, all of which an infinity has."""
+"""The bits of the exponent. An infinity has all of them."""
 
 MAX_PIECE_VALUES = 1 << 20
 """Values that are read at once; 4 MiB as float32."""

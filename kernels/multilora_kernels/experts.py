@@ -1,4 +1,4 @@
-"""`route` and `expert_mlp`: a mixture of experts, of which each token uses a few."""
+"""`route` and `expert_mlp`: a mixture of experts. Each token uses a few experts."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ SPANNING_INTERMEDIATE_SIZE = 16384
 """The width of an MLP whose adapters have pieces that span pages: 512 KiB at `MAX_RANK`, in pages of 256 KiB."""
 
 EXPERT_INTERMEDIATE_SIZE = 256
-"""The width of an expert, of which a half is noise."""
+"""The width of an expert. A half of it is noise."""
 
 _NUM_CHOSEN = 2
 """Experts that a token's state is sent to."""

@@ -28,7 +28,7 @@ _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 
 
 class _Metadata:
-    """The keys of one architecture. `finish` refuses those that nobody has read."""
+    """The keys of one architecture. `finish` refuses the keys that nobody has read."""
 
     def __init__(self, values: Mapping[str, Any], architecture: str) -> None:
         prefix = f"{architecture}."

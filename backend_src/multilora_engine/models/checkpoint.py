@@ -88,7 +88,7 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def checkpoint_files(path: Path) -> list[Path]:
-    """The files of a checkpoint's weights: the one, or those that the index names, in order. Raises ConfigError."""
+    """A checkpoint's files of weights: one file, or all files that the index names, in order. Raises ConfigError."""
     if is_gguf(path):
         return gguf_links(path)
     if (path / SINGLE_FILE).is_file():  # transformers takes it, too, where an older index lies beside it

@@ -127,7 +127,7 @@ def read_llmapi(inputs: InputTensors) -> dict[str, NDArray[Any]]:
 
 def _top_k(inputs: InputTensors) -> int:
     """The top_k of `generation`, 1 where the LLM API decodes greedily: an answer is drawn if a temperature, top_k or
-    top_p is given, none of which leaves one token alone.
+    top_p is given, and none of the two leaves one token alone.
     """
     temperature, top_k, top_p = (
         _scalar(inputs, f"sampling_param_{name}") for name in ("temperature", "top_k", "top_p")

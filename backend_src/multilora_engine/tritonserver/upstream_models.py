@@ -38,7 +38,7 @@ from multilora_engine.tritonserver.repository import CONFIG_NAME, ENGINE_MODEL, 
 
 
 class UpstreamModels(StrEnum):
-    """For clients of which backend there are models: a model has one protocol, and streams or not.
+    """The backend whose clients find their models: a model has one protocol, and streams or not.
 
     DECOUPLED, UNARY: TensorRT-LLM's `inflight_batcher_llm`.
     """

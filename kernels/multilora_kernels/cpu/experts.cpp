@@ -23,7 +23,7 @@ namespace multilora {
 namespace {
 
 // Memory for the outputs of the pairs of a tile of tokens, which wait until the last expert is done. A prompt of more tokens is
-// computed tile by tile, each of which reads the experts again: with this memory, 2048 tokens of a model of 30 billion
+// computed tile by tile, and each tile reads the experts again: with this memory, 2048 tokens of a model of 30 billion
 // parameters are one tile. There an expert has 128 rows, and multiplying takes longer than reading.
 constexpr int64_t kTileBytes = 128 << 20;
 // Pairs for each thread, whose inputs and activations have memory at a time; and the least and the most for all threads, or the
@@ -156,7 +156,7 @@ struct PairRows {
   }
 };
 
-// Pieces that threads take in turn, all of which are done before the next phase begins.
+// Pieces that threads take in turn. All pieces are done before the next phase begins.
 class Phase {
  public:
   Phase(int64_t pieces, int64_t threads) : ranges_(pieces, threads), awaited_(pieces) {}

@@ -62,7 +62,7 @@ class PanelKernel {
   int64_t in_features_, row_parts_ = 0, row_sums_ = 0, span_ = 0, group_size_ = 0;
 };
 
-// A product with packed weights of which nothing is known but these weights.
+// A product with packed weights; nothing but these weights is known.
 LinearTask task_of(const Panels& panels, int64_t out_features);
 
 // One product with packed weights. Several threads compute it in pieces; a piece has some outputs of some rows.

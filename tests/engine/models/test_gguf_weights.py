@@ -139,7 +139,7 @@ MODELS: dict[str, tuple[type[PreTrainedModel], Any]] = {
 
 
 def mixed(name: str) -> Type:
-    """As llama.cpp's Q4_K_M mixes types: those that need more bits have more."""
+    """As llama.cpp's Q4_K_M mixes types: tensors that need more bits have more."""
     return Type.Q6_K if any(part in name for part in ("v_proj", "down", "embed", "lm_head", "c_proj")) else Type.Q4_K
 
 

@@ -87,7 +87,7 @@ def sampling_of(engine: FakeEngine) -> SamplingParams:
     return engine.accepted[-1].sampling
 
 
-def test_a_prompt_alone_gets_32_tokens_behind_it(front: LlmapiFront, engine: FakeEngine, tokenizer: Tokenizer) -> None:
+def test_a_prompt_alone_gets_32_tokens_after_it(front: LlmapiFront, engine: FakeEngine, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode(PROMPT, add_special_tokens=True)
     (response,) = ask(front)
     assert list(response.arrays) == ["text_output"]

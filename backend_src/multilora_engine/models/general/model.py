@@ -157,7 +157,7 @@ class GeneralModel:
         return rows[0]
 
     def attention_inputs(self, batch: ForwardBatch) -> LayerInputs:
-        raise NotImplementedError("steps of transformers' modules are not captured in pieces")
+        raise AssertionError("steps of transformers' modules are not captured in pieces")
 
     def logits(self, hidden_states: HiddenStates, rows: torch.Tensor, lora: TokenLoRAs | None) -> torch.Tensor:
         chosen = hidden_states[0].index_select(0, rows)

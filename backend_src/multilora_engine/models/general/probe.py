@@ -20,7 +20,7 @@ from multilora_engine.models.model import Model, only_group
 _LENGTHS = (23, 18)
 """Tokens of the sequences."""
 _PIECES = ((9, 1), (13, 17), (1, 0))
-"""Tokens of each sequence in each step, the last of which decodes. A step takes the sequences in order."""
+"""Tokens of each sequence in each step; the last step decodes. A step takes the sequences in order."""
 _BLOCK_SIZE = 4
 _PRIME = 7919
 """Spreads tokens over the vocabulary."""
@@ -67,7 +67,7 @@ def check_attention(model: Model) -> None:
 
 
 def _by_transformers(model: GeneralModel, tokens: list[torch.Tensor]) -> torch.Tensor:
-    """Logits of all tokens, one sequence after another. The positions are those that the modules count themselves."""
+    """Logits of all tokens, one sequence after another. The modules count the positions themselves."""
     set_attention(model.tree, EAGER)
     try:
         rows = torch.cat([model.run_body(ids) for ids in tokens])

@@ -125,7 +125,7 @@ class _Recorder:
         return Trace(self._body, layers_name, self._attentions, linears, [group for group in groups if group])
 
     def _check_layers(self) -> str:
-        """The name of the list of layers, each of which must attend once, all in the same shape."""
+        """The name of the list of layers. Each layer must attend once, all in the same shape."""
         places = [_LAYER.fullmatch(shape.name) for shape in self._attentions]
         lists = {place[1] if place else "" for place in places}
         if len(lists) != 1 or "" in lists:

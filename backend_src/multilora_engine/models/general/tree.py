@@ -70,7 +70,7 @@ def set_experts(module: torch.nn.Module, function: Callable[..., torch.Tensor]) 
 
 
 def is_experts(module: torch.nn.Module) -> bool:
-    """Whether a module is all experts of a layer, behind transformers' interface for experts."""
+    """Whether a module is all experts of a layer, called by transformers' interface for experts."""
     return hasattr(module, "_is_expert_parallel")
 
 

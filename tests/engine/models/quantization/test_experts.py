@@ -1,4 +1,4 @@
-"""Experts that are stored in several ways are refused by name; test_quantized_parity.py has those that are served."""
+"""Experts that are stored in several ways are refused by name; test_quantized_parity.py has the experts of one way."""
 
 from __future__ import annotations
 
