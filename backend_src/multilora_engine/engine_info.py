@@ -76,10 +76,27 @@ class ClientPolicy:
 
 
 @dataclass(frozen=True)
+class SourceFacts:
+    """The facts about the sources of an encoder-decoder model, and about the beginnings of its answers.
+
+    max_tokens: the longest source; None as long as only the model's own positions are known, and these have no end.
+    decoder_start_token_id: the decoder's text begins with it, unless a request says otherwise.
+    forced_first_token_id: the first token after that beginning, which is one of the answer; None lets the model choose.
+    pad_token_id: upstream's preprocessing sends this one token as a beginning that nobody has given.
+    """
+
+    max_tokens: int | None
+    decoder_start_token_id: int
+    forced_first_token_id: int | None
+    pad_token_id: int
+
+
+@dataclass(frozen=True)
 class EngineInfo:
     """The facts about a running engine that its fronts need: plain values, so that it travels between processes.
 
     version: of the engine, `read_version`. model_implementation: who computes the layers, `native` or `transformers`.
+    source: None for a model without an encoder.
     """
 
     model_path: str
@@ -100,6 +117,7 @@ class EngineInfo:
     version: str
     clients: ClientPolicy = ClientPolicy()
     model_implementation: str = "native"
+    source: SourceFacts | None = None
 
 
 def _absolute(path: Path | None) -> str:

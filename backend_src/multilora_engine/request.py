@@ -175,6 +175,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     lora_path: the place of the adapter's files, which a source covers. The adapter that answers is the one at the path:
         another one under the id is replaced, or the request refused, as `lora_on_conflict` says. Empty: no matter where
         the adapter came from.
+    source_token_ids: of an encoder-decoder model, the text that the encoder reads. The prompt is then the beginning of
+        the decoder's text. Empty for all other models.
     """
 
     request_id: str
@@ -191,6 +193,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     lora_start: int | None = None
     lora_set: tuple[SetMember, ...] = ()
     lora_path: str = ""
+    source_token_ids: list[int] = []
 
     @property
     def task_id(self) -> TaskId | None:

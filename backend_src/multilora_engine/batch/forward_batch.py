@@ -64,6 +64,43 @@ class TokenLoRAs:
 
 
 @dataclass(frozen=True)
+class SourceBatch:
+    """The sources that one step of an encoder-decoder model encodes, one after another, each whole.
+
+    input_ids, slot_mapping: [num_source_tokens] int64. A slot is the place of the token's keys and values of cross
+        attention, the same in every layer of the decoder.
+    lens: host list, tokens of each source.
+    lora: of these tokens; None if none of them has an adapter.
+    """
+
+    input_ids: torch.Tensor
+    slot_mapping: torch.Tensor
+    lens: list[int]
+    lora: TokenLoRAs | None = None
+
+
+@dataclass(frozen=True)
+class CrossAttention:
+    """The sources that the tokens of a step attend to, in an encoder-decoder model.
+
+    Each token is a decode of its own: it reads all keys of its source, wherever it stands in its sequence.
+
+    block_tables: [num_tokens, most blocks of a source] int64, padded with -1. num_keys: [num_tokens] int64, tokens of
+        the source. query_starts: [num_tokens + 1] int64, 0, 1, 2 and so on.
+    new: the sources that this step encodes before its tokens attend to them; None if it encodes none.
+    """
+
+    block_tables: torch.Tensor
+    num_keys: torch.Tensor
+    query_starts: torch.Tensor
+    new: SourceBatch | None = None
+
+    def sequences(self, block_size: int) -> PagedSequences:
+        """The tokens as attention takes them."""
+        return PagedSequences(self.block_tables, self.query_starts, self.num_keys, len(self.num_keys), block_size, None)
+
+
+@dataclass(frozen=True)
 class ForwardBatch:
     """The tokens of one step, one sequence after another. Sequences that decode come before sequences that prefill.
 
@@ -86,6 +123,7 @@ class ForwardBatch:
     lora: None if no token of the step has an adapter. Such a step does no LoRA work at all.
     own_ropes: the rotary embeddings of adapters that have their own (`AdapterTraits.rope`), with the rows [any] int64
         of their tokens; empty in nearly all steps.
+    cross: None for a model without an encoder.
     """
 
     input_ids: torch.Tensor
@@ -101,6 +139,7 @@ class ForwardBatch:
     block_size: int
     lora: TokenLoRAs | None = None
     own_ropes: Sequence[tuple[str, torch.Tensor]] = ()
+    cross: CrossAttention | None = None
 
     @property
     def outer(self) -> OuterParts | None:

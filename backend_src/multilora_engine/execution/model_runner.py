@@ -161,6 +161,7 @@ class ModelRunner:
             if lora_mapping is None
             else TokenLoRAs(self._loras.tables, lora_mapping, self._loras.outer_parts(lora_indices)),
             own_ropes=self._own_ropes(step, query_lens),
+            cross=None,
         )
 
     def _own_ropes(self, step: list[ScheduledSequence], query_lens: list[int]) -> list[tuple[str, torch.Tensor]]:

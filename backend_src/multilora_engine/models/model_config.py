@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from multilora_engine.engine_info import SourceFacts
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.rope_config import Rope, read_ropes
 from multilora_wire.config_sites import config_sites
@@ -67,6 +68,7 @@ class ModelConfig:
     embedding_scale, residual_scale, logit_scale: factors of embeddings, of each update of the residual stream, and of
         logits.
     end_token_ids: of config.json and generation_config.json, tokens of the vocabulary.
+    source: None for a model without an encoder. The other numbers are the decoder's.
     general: None for a model whose layers are the engine's own. With it, fields that only those layers read are empty.
     """
 
@@ -100,6 +102,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     general: GeneralDecoder | None = None
+    source: SourceFacts | None = None
 
     @property
     def implementation(self) -> Literal["native", "transformers"]:
