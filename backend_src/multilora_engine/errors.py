@@ -11,8 +11,10 @@
           TooMuchHostWork                         words, guide or beams keep the engine's thread too long
         AdapterNotFound     -> NOT_FOUND          `lora_task_id` is not cached and no weights came with it
           AdapterNotKnown                         no adapter has the `lora_name`
+        AdapterVersionNotFound -> NOT_FOUND       the adapter has another digest than the request demands
         AdapterNotHere      -> NOT_FOUND          an operation is on an adapter that no tier has
         AdapterConflict     -> ALREADY_EXISTS     the id is cached with other weights
+        AdapterVersionChanged -> ALREADY_EXISTS   the adapter has another digest than the operator expects
         Unsupported         -> UNSUPPORTED        well-formed, but something this server does not do
         Unavailable         -> UNAVAILABLE        try again later
           AdapterCacheFull                        every cached adapter is pinned by a request in flight
@@ -166,6 +168,19 @@ class AdapterNotKnown(RequestError):
         )
 
 
+class AdapterVersionNotFound(RequestError):
+    """The adapter that would answer is another version than the request demands."""
+
+    code = "NOT_FOUND"
+
+    def __init__(self, lora_task_id: object, lora_name: str, expected: str, found: str) -> None:
+        name = f" {lora_name!r}" if lora_name else ""
+        super().__init__(
+            f"LoRA task {lora_task_id}{name} has the digest {found} and lora_expected_digest is {expected}: the server "
+            "does not have this version under this name"
+        )
+
+
 class AdapterNotHere(RequestError):
     """An operator names an adapter that no tier has. The text does not ask for weights, which an operator does not
     have.
@@ -189,6 +204,19 @@ class AdapterConflict(RequestError):
         super().__init__(
             f"LoRA task {lora_task_id} is cached with other weights (cached {cached_digest[:12]}, sent "
             f"{sent_digest[:12]}). Use another task id, or set lora_on_conflict to replace"
+        )
+
+
+class AdapterVersionChanged(RequestError):
+    """An operator expects the adapter to be another version than it is."""
+
+    code = "ALREADY_EXISTS"
+
+    def __init__(self, lora_task_id: object, lora_name: str, expected: str, present: str) -> None:
+        name = f" {lora_name!r}" if lora_name else ""
+        found = f"has the digest {present}" if present else "is not cached"
+        super().__init__(
+            f"LoRA task {lora_task_id}{name} {found} and the expected digest is {expected}: nothing was changed"
         )
 
 

@@ -177,6 +177,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
         the adapter came from.
     source_token_ids: of an encoder-decoder model, the text that the encoder reads. The prompt is then the beginning of
         the decoder's text. Empty for all other models.
+    lora_expected_digest: the digest of the adapter that must answer. Empty: any version of the adapter.
     """
 
     request_id: str
@@ -194,6 +195,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     lora_set: tuple[SetMember, ...] = ()
     lora_path: str = ""
     source_token_ids: list[int] = []
+    lora_expected_digest: str = ""
 
     @property
     def task_id(self) -> TaskId | None:

@@ -209,6 +209,7 @@ def _call_of(request: WorkerRequest, sampling: SamplingParams, info: EngineInfo)
         lora_starts=[None],
         lora_sets=[()],
         lora_paths=[""],
+        lora_expected_digests=[""],
         priorities=[0],
         adapter=None,
         is_streaming=True,

@@ -32,6 +32,7 @@ from multilora_engine.lora.adapter_state import CachedAdapter
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.remote import Fetch, RemoteAdapters
 from multilora_engine.lora.sources.source import AdapterKey
+from multilora_engine.lora.versions import Expectation
 from multilora_engine.models.rope_config import AdapterRopes
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
 from multilora_engine.sampling.logits import bias_tensors, end_tokens
@@ -315,18 +316,27 @@ class Admission:
         """
         if (task_id := request.task_id) is None or request.lora_task_id is None:
             return None
+        expectation = Expectation(answering=request.lora_expected_digest)
         if request.lora_set:
-            return self._sets.fetch(task_id, request.lora_set, replaces=True) or self._loras.pin(task_id)
+            fetch = self._sets.fetch(task_id, request.lora_set, replaces=True, expectation=expectation)
+            return fetch or self._pin(request)
         key = AdapterKey(request.lora_task_id, request.lora_name)
         if request.lora_path and not self._remote.has_from(task_id, request.lora_path):
             assert not request.adapter_tenant, "sources have the server's adapters only"
-            return self._remote.fetch(key, path=request.lora_path)
+            return self._remote.fetch(key, path=request.lora_path, expectation=expectation)
         try:
-            return self._loras.pin(task_id)
+            return self._pin(request)
         except AdapterNotFound:
             if request.adapter_tenant:
                 raise  # sources have the server's adapters only
-            return self._remote.fetch(key)
+            return self._remote.fetch(key, expectation=expectation)
+
+    def _pin(self, request: GenerationRequest) -> CachedAdapter:
+        """Raises AdapterNotFound, AdapterCacheFull, or AdapterVersionNotFound before the adapter is touched."""
+        assert request.task_id is not None
+        if found := self._loras.inventory.digest(request.task_id):
+            Expectation(request.lora_expected_digest).check(request.lora_task_id, request.lora_name, found, found)
+        return self._loras.pin(request.task_id)
 
     def _give(self, sequence: Sequence, adapter: CachedAdapter) -> None:
         """Give a sequence its adapter, which is pinned. Raises AdapterNotInvoked; the pin is gone then."""
@@ -380,9 +390,8 @@ class Admission:
 
     def _pin_fetched(self, sequence: Sequence, fetch: Fetch) -> CachedAdapter:
         assert sequence.request.task_id == fetch.task_id
-        if fetch.error is not None:
-            raise fetch.error
-        return self._loras.pin(fetch.task_id)
+        fetch.check(Expectation(answering=sequence.request.lora_expected_digest))
+        return self._pin(sequence.request)
 
     def _take_up_compiled(self) -> Iterator[TokenOutput]:
         for sequence, guide in self._guide_queue.poll():

@@ -76,6 +76,8 @@ class RequestLimits:
             )
         if request.lora_start is not None:
             _check_lora_start(request.lora_start, request)
+        if request.lora_expected_digest and request.lora_task_id is None:
+            raise InvalidRequest("lora_expected_digest without an adapter; send lora_task_id or lora_name, too")
         if sampling.max_tokens < 0:
             raise InvalidRequest(f"max_tokens is {sampling.max_tokens}, expected at least 0")
         if sampling.end_id is not None and not -1 <= sampling.end_id < vocab_size:

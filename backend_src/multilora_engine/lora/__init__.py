@@ -2,6 +2,7 @@
 
 format, layout, checkpoint_layout          wire tensors (`lora_weights`, `lora_config`) checked and packed into pages
 inventory, names                           the adapters of all tiers, described; names, task ids, members of sets
+versions                                   the versions of an adapter that a request or an operator accepts
 adapter_state                              the states of a version of an adapter, and all steps between them
 manager, memory_tiers                      `LoRAManager`: which adapters come into memory and leave it; their users
 host_tier, device_tier, disk_tier          the tiers

@@ -28,6 +28,7 @@ from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import SetMember, TaskId, number_of, tenant_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters
 from multilora_engine.lora.sources.fetcher import DaemonThreads
+from multilora_engine.lora.versions import ANY_VERSION, Expectation
 from multilora_wire.adapter_info import AdapterMember, Kind
 from multilora_wire.layout import ALIGNMENT_BYTES, AdapterLayout, Placement, round_up
 from multilora_wire.sites import WireModule
@@ -54,13 +55,18 @@ class AdapterSets:
         self._builder = DaemonThreads(1, "adapter-set")
 
     def fetch(
-        self, task_id: TaskId, members: Sequence[SetMember], name: str = "", replaces: bool = False
+        self,
+        task_id: TaskId,
+        members: Sequence[SetMember],
+        name: str = "",
+        replaces: bool = False,
+        expectation: Expectation = ANY_VERSION,
     ) -> Fetch | None:
         """Wait for a set under a task id, as of `RemoteAdapters.fetch`; None if a tier has it.
 
         members: as of `checked_members`. replaces: an older set under the task id gives way, whatever
         `lora_on_conflict` says. Raises AdapterNotFound for a member that no tier has, AdapterNotLoaded, Unsupported,
-        and Unavailable when too many sets are being built.
+        Unavailable when too many sets are being built, and as `Expectation.check`.
         """
         if (layout := self._loras.device.layout).code_bits:
             raise Unsupported(
@@ -68,10 +74,12 @@ class AdapterSets:
                 "codes of a set would not be its members'; serve with a lora_dtype of floats"
             )
         digest = set_digest((self._digest(member), member.weight) for member in members)
-        inventory = self._loras.inventory
-        if inventory.is_known(task_id) and inventory.info(task_id).digest == digest:
+        present = self._loras.inventory.digest(task_id)
+        expectation.check(task_id, name, present, digest)
+        if present == digest:
             return None
-        return self._remote.build(task_id, name, digest, partial(self._begin, members, digest), replaces)
+        begin = partial(self._begin, members, digest)
+        return self._remote.build(task_id, name, digest, begin, replaces, expectation)
 
     def close(self) -> None:
         """End the thread."""

@@ -18,6 +18,7 @@ from multilora_engine.errors import InvalidRequest
 from multilora_wire.adapter_names import PLAIN_PART, is_plain_name, task_id_of_name
 
 _PATH = re.compile(f"{PLAIN_PART}(?:/{PLAIN_PART})*", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _LABEL = re.compile(r"(?:(?P<tenant>[A-Za-z0-9_][\w.-]{0,63})@)?(?P<number>0|[1-9][0-9]{0,19})", re.ASCII)
 
 
@@ -31,6 +32,18 @@ def check_name(name: str) -> str:
             f"lora_name {name[:200]!r} is not plain: write letters, digits, _, . and -, with at most one / inside"
         )
     return name
+
+
+def check_digest(name: str, digest: str) -> str:
+    """`digest`, if it has the form in which the output `lora_digest` tells the digest of an adapter.
+
+    name: of the input. Raises InvalidRequest.
+    """
+    if not _DIGEST.fullmatch(digest):
+        raise InvalidRequest(
+            f"{name} is {digest[:80]!r}, expected 32 hex digits in lower case, as lora_digest tells them"
+        )
+    return digest
 
 
 def is_plain_path(path: str) -> bool:

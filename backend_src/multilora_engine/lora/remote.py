@@ -14,6 +14,8 @@ from multilora_engine.errors import (
     AdapterCacheFull,
     AdapterConflict,
     AdapterNotFound,
+    AdapterVersionChanged,
+    AdapterVersionNotFound,
     InternalError,
     InvalidRequest,
     PathNotCovered,
@@ -26,12 +28,16 @@ from multilora_engine.lora.life_cycle import OnEvent, TierStats, adapter_event
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId, number_of, scoped_task_id, tenant_of
 from multilora_engine.lora.sources.source import AdapterKey
+from multilora_engine.lora.versions import ANY_VERSION, Expectation
 from multilora_wire.adapter_info import AdapterInfo, Status
 
 if TYPE_CHECKING:
     from multilora_engine.lora.sources.fetcher import AdapterFetcher
 
 _logger = logging.getLogger(__name__)
+
+_MISSES = (AdapterConflict, AdapterNotFound, AdapterVersionChanged, AdapterVersionNotFound, PathNotCovered)
+"""Errors that are no more than a client's mistake."""
 
 _NUM_PATHS = 1024
 """How many adapters' paths are remembered before those of adapters that no tier has are forgotten."""
@@ -54,7 +60,8 @@ class Fetch:
     tenant: the owner of the set, empty for none. Sources have adapters that belong to no tenant.
     replaces_set: as of `LoRAManager.put`.
     on_end: called when the fetch has ended without its set, or is dropped.
-    num_waiting: the requests and operators that wait for it.
+    num_waiting: the requests and operators that wait for it. expectations: of all who have waited for it.
+    present, found: once the adapter has come, the digest that its task id had until then, and the adapter's own.
     is_done: it has ended; then `error` tells why there is no adapter, if there is none.
     arrived: that of the adapter which it brought, see `CachedAdapter`.
     """
@@ -67,6 +74,9 @@ class Fetch:
     replaces_set: bool = False
     on_end: Callable[[], None] = _nothing
     num_waiting: int = 0
+    expectations: set[Expectation] = field(default_factory=set)
+    present: str = ""
+    found: str = ""
     is_done: bool = False
     error: RequestError | None = None
     arrived: Future[None] | None = None
@@ -81,6 +91,30 @@ class Fetch:
     def asked(self) -> tuple[TaskId, str]:
         """What was asked for: the same for all who wait for one fetch. A set has a digest, and no path has its form."""
         return self.task_id, f"set {self.set_digest}" if self.set_digest else self.path
+
+    def add(self, expectation: Expectation) -> None:
+        """One more waits for it."""
+        self.num_waiting += 1
+        self.expectations.add(expectation)
+
+    def check(self, expectation: Expectation) -> None:
+        """Raises, once it has ended, the error for somebody who waited with this expectation."""
+        if self.found:
+            expectation.check(self.key.lora_task_id, self.key.name, self.present, self.found)
+        if self.error is not None:
+            raise self.error
+
+    def refusal(self) -> RequestError | None:
+        """The error of an adapter that came and that nobody accepts. It takes no room and replaces no other version."""
+        refused: RequestError | None = None
+        for expectation in self.expectations:
+            try:
+                expectation.check(self.key.lora_task_id, self.key.name, self.present, self.found)
+            except (AdapterVersionChanged, AdapterVersionNotFound) as error:
+                refused = error
+            else:
+                return None
+        return refused
 
 
 class RemoteAdapters:
@@ -124,10 +158,11 @@ class RemoteAdapters:
             failures=self._num_failures,
         )
 
-    def fetch(self, key: AdapterKey, source: str = "", path: str = "") -> Fetch:
+    def fetch(self, key: AdapterKey, source: str = "", path: str = "", expectation: Expectation = ANY_VERSION) -> Fetch:
         """Wait for an adapter that no tier has, or for the one at `path`: until `poll` gives the fetch, or `give_up`.
 
-        source: asks only the source of this name, unless a fetch is under way already.
+        source: asks only the source of this name, unless a fetch is under way already. expectation: an adapter that
+        nobody who waits accepts is not put into the host tier.
         Raises AdapterNotFound (PathNotCovered with a path) if there are no sources, InvalidRequest if none has this
         name.
         """
@@ -135,7 +170,7 @@ class RemoteAdapters:
             raise PathNotCovered(path, []) if path else AdapterNotFound(key.lora_task_id)
         under_way = self._fetches.get((key.lora_task_id, path))
         fetch = under_way or self._begin(Fetch(key, path, self._fetcher.fetch(key, source, path)))
-        fetch.num_waiting += 1
+        fetch.add(expectation)
         return fetch
 
     def has_from(self, lora_task_id: TaskId, path: str) -> bool:
@@ -143,14 +178,22 @@ class RemoteAdapters:
         known_path, digest = self._read_at.get(lora_task_id, ("", ""))
         return known_path == path and self._loras.inventory.digest(lora_task_id) == digest
 
-    def build(self, task_id: TaskId, name: str, digest: str, begin: BeginBuild, replaces_set: bool) -> Fetch:
+    def build(
+        self,
+        task_id: TaskId,
+        name: str,
+        digest: str,
+        begin: BeginBuild,
+        replaces_set: bool,
+        expectation: Expectation = ANY_VERSION,
+    ) -> Fetch:
         """Wait for a set of this digest, as `fetch` does for an adapter. `begin` is called unless it is under way."""
         key, tenant = AdapterKey(number_of(task_id), name), tenant_of(task_id)
         fetch = self._fetches.get((task_id, f"set {digest}"))
         if fetch is None:
             future, on_end = begin()
             fetch = self._begin(Fetch(key, "", future, digest, tenant, replaces_set, on_end))
-        fetch.num_waiting += 1
+        fetch.add(expectation)
         return fetch
 
     @property
@@ -239,8 +282,8 @@ class RemoteAdapters:
             error = InternalError(f"{type(error).__name__}: {one_line(str(error), 200)}")
         if fetch.set_digest:
             return error
-        if isinstance(error, AdapterNotFound | AdapterConflict | PathNotCovered):
-            # No more than a client's mistake: told to the client, and neither to the log nor to the events.
+        if isinstance(error, _MISSES):
+            # Told to the client, and neither to the log nor to the events.
             self._num_misses += 1
             return error
         self._num_failures += 1
@@ -252,6 +295,9 @@ class RemoteAdapters:
         fetched = fetch.future.result(timeout=0)
         if isinstance(fetched, PlannedAdapter):
             return self._put_set(fetch, fetched)
+        fetch.present, fetch.found = self._loras.inventory.digest(fetch.task_id), fetched.packed.digest
+        if (refusal := fetch.refusal()) is not None:
+            return refusal
         self._num_fetched += 1
         self.load_seconds.observe(time.perf_counter() - fetch.started)
         try:
@@ -272,6 +318,9 @@ class RemoteAdapters:
             self._max_paths = max(_NUM_PATHS, 2 * len(self._read_at))
 
     def _put_set(self, fetch: Fetch, planned: PlannedAdapter) -> RequestError | None:
+        fetch.present, fetch.found = self._loras.inventory.digest(fetch.task_id), planned.digest
+        if (refusal := fetch.refusal()) is not None:
+            return refusal
         try:
             adapter = self._loras.put(fetch.task_id, planned, fetch.key.name, "combined", fetch.replaces_set)
         except (AdapterCacheFull, AdapterConflict, InvalidRequest) as error:

@@ -262,9 +262,13 @@ class EngineClient:
         lora_name: str = "",
         claims: Claims | None = None,
         sender: Sender = NOBODY,
+        expected_digest: str = "",
     ) -> None:
-        """Store an adapter. Its one output has finish reason `stop` and the digest."""
-        message = PutAdapter(request_id, adapter_header(task_id, adapter), lora_name, sender)
+        """Store an adapter. Its one output has finish reason `stop` and the digest.
+
+        expected_digest: the digest of the version that the new one replaces, empty for any version or none.
+        """
+        message = PutAdapter(request_id, adapter_header(task_id, adapter), lora_name, sender, expected_digest)
         self._submit(listener, [request_id], message, adapter_payload(adapter), claims)
 
     def stop(self, listener: Listener, request_id: str, client_request_id: str, sender: Sender = NOBODY) -> None:

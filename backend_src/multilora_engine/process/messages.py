@@ -26,7 +26,7 @@ from multilora_engine.lora.names import TaskId, number_of, scoped_task_id, tenan
 from multilora_engine.process.operations import Operation
 from multilora_engine.request import GenerationRequest, Sender, TokenOutput
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 """The version of the protocol. Every change to this file that an older peer would misread raises it."""
 
 
@@ -69,12 +69,16 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class PutAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Store an adapter and answer with an empty final output that has its digest."""
+    """Store an adapter and answer with an empty final output that has its digest.
+
+    expected_digest: the digest of the version that the new one replaces, empty for any version or none.
+    """
 
     request_id: str
     adapter: AdapterHeader
     lora_name: str = ""
     sender: Sender = Sender()
+    expected_digest: str = ""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):

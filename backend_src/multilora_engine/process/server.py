@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId, label_of
 from multilora_engine.lora.remote import RemoteAdapters
+from multilora_engine.lora.versions import Expectation
 from multilora_engine.process.adapter_operator import AdapterOperator, ManagedWeights, PendingReport
 from multilora_engine.process.fronts import Fronts
 from multilora_engine.process.liveness import DrainOrder, Heartbeat
@@ -282,6 +283,7 @@ class EngineServer:
             sender = message.requests[0].sender
             self._rates.admit(sender, len(message.requests))
             if message.adapter is not None:
+                self._check_sent(message.adapter, message.requests)
                 self._put_adapter(message.adapter, payload, message.requests[0].lora_name)
                 self._fronts.send(front, AdapterTaken(message.requests[0].request_id))
             for request in message.requests:
@@ -305,6 +307,13 @@ class EngineServer:
                 self._telemetry.refuse(code, num_refused)
             raise
 
+    def _check_sent(self, header: AdapterHeader, requests: Sequence[GenerationRequest]) -> None:
+        """Raises AdapterVersionNotFound where a request demands another version than the one that came with it."""
+        for request in requests:
+            if request.task_id == header.task_id:
+                expectation = Expectation(answering=request.lora_expected_digest)
+                expectation.check(header.lora_task_id, request.lora_name, header.digest, header.digest)
+
     def _add_request(self, request: GenerationRequest) -> None:
         try:
             self._engine.add_request(request)
@@ -318,6 +327,9 @@ class EngineServer:
     def _put(self, front: bytes, message: PutAdapter, payload: memoryview) -> None:
         self._check_open()
         self._rates.admit(message.sender, 1)
+        header, expectation = message.adapter, Expectation(replaced=message.expected_digest)
+        present = self._engine.loras.inventory.digest(header.task_id)
+        expectation.check(header.lora_task_id, message.lora_name, present, header.digest)
         write = self._put_adapter(message.adapter, payload, message.lora_name)
         self._fronts.send(front, AdapterTaken(message.request_id))
         done = TokenOutput(message.request_id, [], "", finish_reason="stop", lora_digest=message.adapter.digest)

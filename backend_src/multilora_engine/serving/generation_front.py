@@ -122,8 +122,8 @@ class GenerationFront(Front):
 
         def submit() -> None:
             with claims.closed_on_error():
-                client, name = self._link.client, call.lora_name
-                client.put_adapter(reply, request_id, task_id, sent.pack(), name, claims, rights.sender)
+                client, name, expected = self._link.client, call.lora_name, call.expected_digest
+                client.put_adapter(reply, request_id, task_id, sent.pack(), name, claims, rights.sender, expected)
 
         return _order_keys(rights, responder, task_id), submit, True
 
@@ -228,6 +228,7 @@ def _expand(
                 lora_start=call.lora_starts[batch_index],
                 lora_set=call.lora_sets[batch_index],
                 lora_path=call.lora_paths[batch_index],
+                lora_expected_digest=call.lora_expected_digests[batch_index],
             )
             num_tokens += len(prompt) + sampling.max_tokens
             requests.append(request)

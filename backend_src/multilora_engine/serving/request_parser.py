@@ -23,6 +23,7 @@ from multilora_engine.serving.sent_adapter import (
     check_adapter_tensors,
     has_weights,
     read_adapter,
+    read_expected_digest,
     read_set,
     read_task_id,
 )
@@ -47,6 +48,7 @@ class GenerateCall:
     positions from which on their adapters compute, None without one.
     lora_sets: of each row, the members of a set; empty for any other adapter.
     lora_paths: of each row, the place of the adapter's files, empty without one.
+    lora_expected_digests: of each row, the digest that its adapter must have, empty for any.
     priorities: of each row, smaller ones first.
     """
 
@@ -58,6 +60,7 @@ class GenerateCall:
     lora_starts: list[int | None]
     lora_sets: list[tuple[SetMember, ...]]
     lora_paths: list[str]
+    lora_expected_digests: list[str]
     priorities: list[int]
     adapter: SentAdapter | None
     is_streaming: bool
@@ -80,10 +83,14 @@ class GenerateCall:
 
 @dataclass(frozen=True)
 class UploadCall:
-    """Store an adapter and generate nothing."""
+    """Store an adapter and generate nothing.
+
+    expected_digest: the digest of the version that the new one replaces, empty for any version or none.
+    """
 
     adapter: SentAdapter
     lora_name: str
+    expected_digest: str
 
 
 _PROMPTS = ("text_input", "messages", "input_ids")
@@ -104,7 +111,8 @@ def read_call(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> G
     if has_weights(inputs) and not inputs.present(*_PROMPTS, *MAX_TOKENS):
         if "lora_start" in inputs:
             raise InvalidRequest("lora_start goes with a prompt, and the request only stores an adapter")
-        return UploadCall(read_adapter(inputs, info), lora_name=inputs.text("lora_name", 0) or "")
+        name = inputs.text("lora_name", 0) or ""
+        return UploadCall(read_adapter(inputs, info), name, read_expected_digest(inputs, 0))
     return _read_generate(inputs, info, tokenizer)
 
 
@@ -124,6 +132,7 @@ def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer)
         lora_starts=[inputs.scalar("lora_start", row) for row in rows],
         lora_sets=[read_set(inputs, row) for row in rows],
         lora_paths=[inputs.text("lora_path", row) or "" for row in rows],
+        lora_expected_digests=[read_expected_digest(inputs, row) for row in rows],
         priorities=[inputs.scalar("priority", row) or 0 for row in rows],
         is_streaming=is_streaming,
         excludes_input=inputs.common("exclude_input_in_output", default=info.exclude_input_in_output),

@@ -298,12 +298,14 @@ def test_rows_have_their_own_prompt_sampling_and_adapter(read: Any) -> None:
             "seed": [[0], [1]],
             "lora_task_id": [[0], [2**64 - 1]],
             "lora_start": [[2], [0]],
+            "lora_expected_digest": [["ab" * 16], ["01" * 16]],
         }
     )
     assert call.prompts == [[5, 6, 7], [8]]
     assert [(sampling.max_tokens, sampling.seed) for sampling in call.sampling] == [(2, 0), (4, 1)]
     assert call.lora_task_ids == [0, 2**64 - 1]
     assert call.lora_starts == [2, 0]
+    assert call.lora_expected_digests == ["ab" * 16, "01" * 16]
     assert call.adapter is None
 
 
@@ -353,6 +355,24 @@ def test_an_adapter_and_an_id_alone_are_an_upload(read: Any) -> None:
     assert isinstance(call, UploadCall)
     expected = pack_adapter(WIRE.weights, WIRE.config, TINY)
     assert (call.adapter.lora_task_id, call.adapter.pack().digest) == (3, expected.digest)
+
+
+@pytest.mark.parametrize(
+    "digest", ["", "ab", "AB" * 16, "ab" * 17, "xy" * 16, " " + "ab" * 16, "ab" * 16 + "\n", "é" * 32]
+)
+def test_a_digest_that_lora_digest_would_not_tell_is_refused(read: Any, digest: str) -> None:
+    for tensors in (
+        prompt(lora_task_id=[[3]]),
+        {"lora_weights": WEIGHTS, "lora_config": CONFIG, "lora_task_id": [[3]]},
+    ):
+        with pytest.raises(InvalidRequest, match=r"lora_expected_digest is .*, expected 32 hex digits in lower case"):
+            read({**tensors, "lora_expected_digest": [[digest]]})
+
+
+def test_the_digest_of_an_upload_alone_is_that_of_the_version_before(read: Any) -> None:
+    upload = {"lora_weights": WEIGHTS, "lora_config": CONFIG, "lora_task_id": [[3]]}
+    assert read(upload).expected_digest == ""
+    assert read({**upload, "lora_expected_digest": [["ab" * 16]]}).expected_digest == "ab" * 16
 
 
 def test_an_upload_alone_starts_nowhere(read: Any) -> None:
@@ -433,6 +453,7 @@ def rows(sampling: list[SamplingParams], prompt_tokens: int = 1, num_sequences: 
         lora_starts=[None] * len(sampling),
         lora_sets=[()] * len(sampling),
         lora_paths=[""] * len(sampling),
+        lora_expected_digests=[""] * len(sampling),
         priorities=[0] * len(sampling),
         adapter=None,
         is_streaming=False,
