@@ -16,12 +16,12 @@ from multilora_wire.sites import EMBEDDING_ROWS, ModelSites, WireModule
 
 
 def read_layout(checkpoint: Path, max_rank: int, lora_dtype: StoredDtype) -> AdapterLayout:
-    """The layout of a Hugging Face checkpoint of decoder layers, from its `config.json`. Raises InvalidRequest."""
+    """The layout of a Hugging Face checkpoint, from its `config.json`. Raises InvalidRequest."""
     return adapter_layout(read_sites(checkpoint), max_rank, lora_dtype)
 
 
 def read_sites(checkpoint: Path) -> ModelSites:
-    """The sites of a Hugging Face checkpoint of decoder layers, from its `config.json`. Raises InvalidRequest.
+    """The sites of a Hugging Face checkpoint, from its `config.json`. Raises InvalidRequest.
 
     For a model of several kinds of input: the sites of its text part.
     """
@@ -32,7 +32,7 @@ def read_sites(checkpoint: Path) -> ModelSites:
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"cannot read {path}: {error}") from error
     except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        raise InvalidRequest(f"{path} does not describe a decoder: {error}") from error
+        raise InvalidRequest(f"{path} does not describe a model that is served: {error}") from error
 
 
 def tier_bytes(layout: AdapterLayout, num_adapters: int, num_pages: int) -> tuple[int, int]:
@@ -90,5 +90,7 @@ def token_rows_shape(
 
 
 def _short_name(site_name: str) -> str:
-    """`layers.3.mlp.experts.up_proj` -> `experts.up_proj`: without layer, attention and MLP."""
-    return re.sub(r"^layers\.[0-9]+\.(self_attn|mlp)\.", "", site_name)
+    """`layers.3.mlp.experts.up_proj` -> `experts.up_proj`: without layer, attention and MLP. Self and cross attention
+    have the same names then, as in PEFT's `target_modules`.
+    """
+    return re.sub(r"^layers\.[0-9]+\.((self_attn|encoder_attn|mlp|layer\.[0-9]\.\w+)\.)?", "", site_name)

@@ -67,6 +67,9 @@ def _difference(linear: AdaptedLinear, sites: ModelSites) -> str:
     module = sites.module_at.get(place) or sites.left_out_at.get(place)
     if module is not None:
         there, here = (linear.in_size, linear.out_size), (module.in_size, module.out_size)
+        name = sites.full_name_of(module) if sites.has_encoder else None
+        if name is not None and name != linear.name:
+            return f"{linear.name} is layer {linear.layer} there, and layer {linear.layer} here has {name}"
         return "" if there == here else f"{linear.name} has {_sides(*there)} there, {_sides(*here)} here"
     return describe_missing(linear.name, linear.layer, sites)
 
@@ -75,9 +78,11 @@ def describe_missing(name: str, layer: int, sites: ModelSites) -> str:
     """The difference between a model with the linear `name` in `layer` and one without, which has these sites."""
     if not 0 <= layer < sites.num_layers:
         return f"{name} is a layer there, and the model here has {sites.num_layers} layers"
-    # Of `layers.3.mlp.experts.up_proj` this is `experts.up_proj`.
-    names = [site.name.split(".", 3)[-1] for site in sites.sites if site.layer == layer]
-    return f"{name} is a linear there, and layer {layer} here has {', '.join(names)}"
+    # Of `layers.3.mlp.experts.up_proj` this is `experts.up_proj`. Names of self and cross attention differ before that.
+    num_parts = 2 if sites.has_encoder else 3
+    names = [site.name.split(".", num_parts)[-1] for site in sites.sites if site.layer == layer]
+    where = sites.full_name(f"layers.{layer}") if sites.has_encoder else f"layer {layer}"
+    return f"{name} is a linear there, and {where} here has {', '.join(names)}"
 
 
 def _sides(in_size: int, out_size: int) -> str:

@@ -98,8 +98,14 @@ class AdapterLayout:
         knew nothing else.
         """
         sites = msgspec.to_builtins(self.sites)
+        if not self.sites.has_encoder:
+            (stack,) = self.sites.stacks
+            sites = {
+                "layers_name" if field == "stacks" else field: stack.name if field == "stacks" else value
+                for field, value in sites.items()
+            }
         for field, usual in (("layers_name", LAYERS), ("has_dora", True)):
-            if sites[field] == usual:
+            if sites.get(field) == usual:
                 del sites[field]
         sites["modules"] = [
             {field: value for field, value in module.items() if (field, value) != ("experts", 1)}

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 ATTN_QKV, ATTN_Q, ATTN_K, ATTN_V, ATTN_DENSE = range(5)
 MLP_H_TO_4H, MLP_4H_TO_H, MLP_GATE = range(5, 8)
+CROSS_QKV, CROSS_Q, CROSS_K, CROSS_V, CROSS_DENSE = range(8, 13)
 MOE_H_TO_4H, MOE_4H_TO_H, MOE_GATE, MOE_ROUTER, SHARED_EXPERT_GATE = range(13, 18)
 MLP_GATE_UP = 18
 SHARED_H_TO_4H, SHARED_4H_TO_H, SHARED_UP = range(19, 22)
@@ -24,6 +25,11 @@ UPSTREAM_NAMES: Mapping[int, str] = {
     MLP_H_TO_4H: "mlp_h_to_4h",
     MLP_4H_TO_H: "mlp_4h_to_h",
     MLP_GATE: "mlp_gate",
+    CROSS_QKV: "cross_attn_qkv",
+    CROSS_Q: "cross_attn_q",
+    CROSS_K: "cross_attn_k",
+    CROSS_V: "cross_attn_v",
+    CROSS_DENSE: "cross_attn_dense",
     MOE_H_TO_4H: "moe_h_to_4h",
     MOE_4H_TO_H: "moe_4h_to_h",
     MOE_GATE: "moe_gate",
@@ -55,10 +61,10 @@ MODULE_IDS: Mapping[str, int] = {
     "mlp.shared_expert.down_proj": SHARED_4H_TO_H,
     "mlp.shared_expert_gate": SHARED_EXPERT_GATE,
 }
-"""Module ids by Hugging Face's names. The fused ones compute q | k | v and gate | up there; upstream's `mlp_gate_up`
-computes up | gate."""
+"""Module ids by Hugging Face's names in models without an encoder. The fused ones compute q | k | v and gate | up;
+upstream's `mlp_gate_up` computes up | gate."""
 
 FUSED_NAMES: Mapping[int, str] = {
     module_id: name for name, module_id in MODULE_IDS.items() if module_id in (ATTN_QKV, MLP_GATE_UP)
 }
-"""Hugging Face's names of the modules that several linears of other checkpoints make up."""
+"""Hugging Face's names of the modules that several linears of other checkpoints make up; cross attention has none."""

@@ -142,6 +142,9 @@ _LARGEST_SETTING = 1e30
 _PLAIN_PATTERN = re.compile(r"[\w.|^$\\-]{0,1000}", re.ASCII)
 """Names of modules, alternatives, anchors and escapes: no expression of these takes long to match."""
 
+_NUMBER = re.compile(r"[0-9]{1,6}", re.ASCII)
+"""Of a layer."""
+
 _ANY_NAMES = r".*\."
 """The beginning of the patterns that PEFT makes of an adapter on experts when transformers 5 has loaded it."""
 
@@ -167,14 +170,30 @@ class _Chosen:
     """The modules that PEFT adapts, as far as lists tell.
 
     targets: None where every module counts. parameters: targets by the names of parameters. layers: None where every
-    layer counts. has_layers_pattern: whether `layers` is a name of the list of layers.
+    layer counts. layer_lists: the places, in `layers_pattern`, of the names of lists of layers; empty for any list.
     """
 
     targets: frozenset[str] | None
     parameters: frozenset[str]
     excluded: frozenset[str]
     layers: frozenset[int | float] | None
-    has_layers_pattern: bool
+    layer_lists: Mapping[str, int]
+
+    def layer_of(self, module: str) -> int | None:
+        """The number of a module's layer by PEFT's rule: the first number after the first list that is in the name.
+
+        None where no list is.
+        """
+        names = module.split(".")
+        found = []
+        for index, number in enumerate(names[1:-1], 1):
+            if _NUMBER.fullmatch(number):
+                ends = _ends_of(".".join(names[:index]))
+                places = [self.layer_lists[end] for end in ends if end in self.layer_lists]
+                if not self.layer_lists and index > 1:
+                    places = [0]
+                found += [(place, index) for place in places]
+        return int(names[min(found)[1]]) if found else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,7 +303,7 @@ class PeftConfig:
         count = blocks.get("nblocks", 1)
         return (count if is_a else 1), (count if is_b else 1)
 
-    def check_target(self, module: str, layer: int, others: Iterable[str] = ()) -> None:
+    def check_target(self, module: str, others: Iterable[str] = ()) -> None:
         """Refuse the matrices of a module, or of a parameter, that PEFT would leave out. Raises PeftError.
 
         module: in PEFT's model. others: names by which the lists may mean it, too. Lists are looked at, regular
@@ -303,10 +322,11 @@ class PeftConfig:
         elif not is_listed:
             left_out_by = "target_modules" if chosen.targets or not chosen.parameters else "target_parameters"
         elif chosen.layers is not None and module not in (chosen.targets or ()):
-            if layer not in chosen.layers:
-                left_out_by = "layers_to_transform"
-            elif not chosen.has_layers_pattern:
+            layer = chosen.layer_of(module)
+            if layer is None and chosen.layer_lists:
                 left_out_by = "layers_pattern"
+            elif layer not in chosen.layers:
+                left_out_by = "layers_to_transform"
         if left_out_by:
             raise PeftError(
                 f"{PEFT_CONFIG_FILE}: {left_out_by} is {quoted(self.fields[left_out_by])}, which leaves out {module}, "
@@ -317,6 +337,7 @@ class PeftConfig:
     def _chosen(self) -> _Chosen:
         targets, layers = self.fields.get("target_modules"), self.fields.get("layers_to_transform")
         patterns, parameters = self.fields.get("layers_pattern"), _names(self.fields.get("target_parameters"))
+        lists = _listed(patterns) if patterns else []
         counts = isinstance(targets, list) and layers not in (None, [])
         if parameters:
             targets = targets or []
@@ -327,7 +348,7 @@ class PeftConfig:
             parameters,
             _names(self.fields.get("exclude_modules")),
             frozenset(layer for layer in _listed(layers) if isinstance(layer, int | float)) if counts else None,
-            not patterns or "layers" in _listed(patterns),
+            {str(name): place for place, name in reversed([*enumerate(lists)])},
         )
 
     def _setting(self, patterns: tuple[tuple[re.Pattern[str], Any], ...], field: str, module: str) -> float:

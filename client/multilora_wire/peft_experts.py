@@ -377,7 +377,7 @@ class _PairReader:
                 f"{_sizes(a, b, expert)} have rank {rank} in a model of {modules[0].experts} experts, but "
                 f"{PEFT_CONFIG_FILE} says {wanted:g}"
             )
-        self._config.check_target(name, modules[0].layer, others)
+        self._config.check_target(name, others)
         scaling = self._config.scaling(name, rank)
         if len(modules) == 2 and b.shape[0] % 2:
             raise PeftError(f"{_sizes(a, b, expert)} have {b.shape[0]} outputs, which are not those of gate and up")

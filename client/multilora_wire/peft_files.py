@@ -51,6 +51,7 @@ from multilora_wire.sites import (
     LAYERS,
     OUTER_LAYER,
     TIED_ROWS,
+    LayerStack,
     ModelSites,
     OuterSites,
 )
@@ -126,6 +127,9 @@ _TRAINING_KEYS: Mapping[str, re.Pattern[str]] = {
 _TEXT_MODEL = re.compile(r"(?:model|(?:model\.)?(?:language_model|text_model)(?:\.model)?)\.(?=layers\.)")
 """The beginning of the name of a decoder layer in PEFT's model: of a text model, or of the text part of one with
 pictures."""
+
+_STACKED_LAYER = re.compile(r"(encoder|decoder)\.block\.|model\.(encoder|decoder)\.layers\.")
+"""The beginning of the name of a layer in T5's and BART's models, which may have two lists of layers."""
 
 _LAYER = re.compile(r"layers\.([0-9]{1,6})\.([\w.]+)", re.ASCII)
 
@@ -295,8 +299,7 @@ def read_peft(
     """
     settings = parse_peft_config(config, sites, trusts_patterns)
     places = _read_places(source, sites)
-    layers_name = LAYERS if sites is None else sites.layers_name
-    found, experts, found_outside = _find_parts(places.values(), settings, layers_name)
+    found, experts, found_outside = _find_parts(places.values(), settings, sites)
     linears = [_linear(path, parts, settings, sites, model) for path, parts in found.items()]
     linears += map(_expert_linear, experts.pairs(settings, sites, model))
     linears.sort(key=lambda linear: (linear.layer, linear.module_id, linear.expert))
@@ -634,21 +637,33 @@ def _read_places(source: ByteSource, sites: ModelSites | None) -> dict[str, Tens
 
 @dataclass(frozen=True)
 class _Module:
-    """A linear of a layer. name: in the text model, such as `layers.3.mlp.up_proj`. linear: without its layer."""
+    """A linear of a layer. name: of its site, such as `layers.3.mlp.up_proj`. linear: without its layer.
 
-    layer: int
+    stack: the list that the layer is in. index: its number there.
+    """
+
+    stack: LayerStack
+    index: int
     linear: str
+
+    @property
+    def layer(self) -> int:
+        return self.stack.first + self.index
 
     @property
     def name(self) -> str:
         return f"layers.{self.layer}.{self.linear}"
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.stack.name}.{self.index}.{self.linear}"
 
 
 _Parts = dict[Part, FoundPart]
 
 
 def _find_parts(
-    places: Collection[TensorPlace], config: PeftConfig, layers_name: str
+    places: Collection[TensorPlace], config: PeftConfig, sites: ModelSites | None
 ) -> tuple[dict[_Module, _Parts], ExpertTensors, dict[str, _Parts]]:
     """The tensors of each linear of a layer, of experts, and of `EMBEDDINGS` and `HEAD`.
 
@@ -664,7 +679,7 @@ def _find_parts(
             name, peft_name, part = split
             parts = outside.setdefault(name, {})
         else:
-            module, peft_name, part = _split_key(place, layers_name)
+            module, peft_name, part = _split_key(place, sites)
             side = part if part == "a" or part == "b" else None
             if experts.add(module.layer, module.linear, side, FoundPart(place, peft_name)):
                 continue
@@ -693,25 +708,30 @@ def _split_outer_key(place: TensorPlace) -> tuple[str, str, Part] | None:
     return None
 
 
-def _split_key(place: TensorPlace, layers_name: str) -> tuple[_Module, str, Part]:
-    """The module of a tensor, the module's name in PEFT's model, and the part of the module that the tensor is.
-
-    layers_name: the model's list of layers.
-    """
+def _split_key(place: TensorPlace, sites: ModelSites | None) -> tuple[_Module, str, Part]:
+    """The module of a tensor, the module's name in PEFT's model, and the part of the module that the tensor is."""
+    stacks = (LayerStack(LAYERS),) if sites is None else sites.stacks
     key = place.key.removeprefix("base_model.model.")
     for ending, part in _PARTS.items():
         name = key.removesuffix(f".{ending}")
-        if name != key and (layer := _in_layer(name, layers_name)):
-            return _Module(int(layer[1]), _ROUTERS.get(layer[2], layer[2])), name, part
+        for stack in stacks if name != key else ():
+            if (layer := _in_layer(name, stack.name)) is not None:
+                return _Module(stack, int(layer[1]), _ROUTERS.get(layer[2], layer[2])), name, part
     for pattern, reason in _REFUSED_KEYS.items():
         if pattern.search(place.key):
             separator = " " if reason.startswith("is ") else ": "
             advice = f". {MLX_ADVICE}" if reason == _MLX_MATRIX else ""
             raise PeftError(f"{_shown(place)}{separator}{reason}{advice}")
-    raise PeftError(
-        f"{_shown(place)} is not a LoRA matrix of a decoder layer ([base_model.model.]{layers_name}.N...."
-        + (", also below language_model or text_model)" if layers_name == LAYERS else ")")
-    )
+    if sites is None and _STACKED_LAYER.match(key):
+        raise SitesMissing(
+            f"{_shown(place)} belongs to a model with an encoder or of other names, and only the base model's "
+            "config.json tells its layers: name its directory (multilora convert --base-model DIR)"
+        )
+    names, others = " or ".join(f"{stack.name}.N...." for stack in stacks), ""
+    if stacks[0].name == LAYERS:
+        others = ", also below language_model or text_model"
+    kind = "decoder layer" if len(stacks) == 1 else "layer"
+    raise PeftError(f"{_shown(place)} is not a LoRA matrix of a {kind} ([base_model.model.]{names}{others})")
 
 
 def _in_layer(name: str, layers_name: str) -> re.Match[str] | None:
@@ -732,13 +752,12 @@ def _linear(
     for part, side in SIDES.items():
         if part not in parts:
             raise PeftError(f"{_shown(first.place)} has no {side} beside it")
-    config.check_target(name := config.settings_name(first.peft_name), module.layer)
+    config.check_target(name := config.settings_name(first.peft_name))
     a_blocks, b_blocks = config.num_blocks(first.peft_name)
     a, b = _matrix(parts["a"].place, a_blocks), _matrix(parts["b"].place, b_blocks)
     scaling = config.scaling(name, _check_ranks(a, b, config, name))
     magnitude = parts["magnitude"].place if "magnitude" in parts else None
-    name = f"model.{module.name}" if sites is None else sites.full_name(module.name)
-    return PeftLinear(name, module_id, module.layer, a, b, scaling, magnitude)
+    return PeftLinear(module.full_name, module_id, module.layer, a, b, scaling, magnitude)
 
 
 def _expert_linear(pair: ExpertPair) -> PeftLinear:
@@ -756,8 +775,12 @@ def _module_id(module: _Module, place: TensorPlace, config: PeftConfig, sites: M
             )
         return MODULE_IDS[module.linear]
     wire_module = sites.module_named.get(module.name)
+    name = module.full_name[:MAX_QUOTED_CHARS]
+    if module.index >= (num_layers := sites.layers_in(module.stack)):
+        here = module.stack.name if sites.has_encoder else "the model"
+        difference = f"{name} is a layer there, and {here} here has {num_layers} layers"
+        raise WrongBaseModel.of(config.base_model, model, difference)
     if wire_module is None:
-        name = sites.full_name(module.name)[:MAX_QUOTED_CHARS]
         raise WrongBaseModel.of(config.base_model, model, describe_missing(name, module.layer, sites))
     return wire_module.module_id
 
@@ -860,7 +883,7 @@ class _Outside:
 
     def _linear(self, name: str, parts: _Parts) -> PeftLinear:
         a, b = parts["a"], parts["b"]
-        self._config.check_target(a.peft_name, OUTER_LAYER)
+        self._config.check_target(a.peft_name)
         a_blocks, b_blocks = (1, 1) if name == EMBEDDINGS else self._config.num_blocks(a.peft_name)
         matrices = _matrix(a.place, a_blocks), _matrix(b.place, b_blocks)
         rank = _check_ranks(*matrices, self._config, a.peft_name)

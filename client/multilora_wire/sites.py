@@ -17,6 +17,10 @@ from multilora_wire.module_names import (
     ATTN_Q,
     ATTN_QKV,
     ATTN_V,
+    CROSS_K,
+    CROSS_Q,
+    CROSS_QKV,
+    CROSS_V,
     FUSED_NAMES,
     MLP_4H_TO_H,
     MLP_GATE,
@@ -68,6 +72,18 @@ class ExpertsForm:
 
 PLAIN_EXPERTS = ExpertsForm()
 GPT_OSS_EXPERTS = ExpertsForm(is_interleaved=True, is_transposed=True)
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """A list of layers. A decoder has one; an encoder-decoder model has the decoder's and then the encoder's.
+
+    name: of the list, in the names of the model and of PEFT's tensors. first: the number of its first layer in
+        `lora_config` and in names of sites.
+    """
+
+    name: str
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -158,7 +174,7 @@ class ModelSites:
     left_out: modules and parts outside the layers that the model has, and that adapters may not change: see
         `restricted_to`.
     experts_form: how transformers holds the experts, where the model has any.
-    layers_name: of the list of layers, in the names of the model and of PEFT's tensors.
+    stacks: the lists of layers, by ascending numbers of their layers.
     has_dora: whether the checkpoint has weights as DoRA reads them, and none transposed.
     """
 
@@ -167,7 +183,7 @@ class ModelSites:
     outer: OuterSites | None = None
     left_out: tuple[WireModule, ...] = ()
     experts_form: ExpertsForm = PLAIN_EXPERTS
-    layers_name: str = LAYERS
+    stacks: tuple[LayerStack, ...] = (LayerStack(LAYERS),)
     has_dora: bool = True
 
     def restricted_to(self, names: Collection[str]) -> ModelSites:
@@ -204,8 +220,28 @@ class ModelSites:
         return {(module.layer, module.module_id): module for module in self.left_out}
 
     def full_name(self, name: str) -> str:
-        """The name in the whole model of a linear that is named `layers.N.` here."""
-        return self.layers_name + name.removeprefix("layers")
+        """The name in the whole model, and in PEFT's files, of a linear or a layer that is named `layers.N` here."""
+        _, layer, *path = name.split(".", 2)
+        stack = self.stack_of(int(layer))
+        return ".".join([stack.name, str(int(layer) - stack.first), *path])
+
+    def full_name_of(self, module: WireModule) -> str | None:
+        """The name in the whole model of a module of one linear; None for a fused one."""
+        return None if len(module.parts) != 1 else self.full_name(self._name_of(module))
+
+    def stack_of(self, layer: int) -> LayerStack:
+        """The list that has a layer; the last list for a number that no layer has."""
+        return next(stack for stack in reversed(self.stacks) if stack.first <= layer)
+
+    def layers_in(self, stack: LayerStack) -> int:
+        """How many layers a list has."""
+        ends = [*(stack.first for stack in self.stacks[1:]), self.num_layers]
+        return ends[self.stacks.index(stack)] - stack.first
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether the model has an encoder, whose layers come after the decoder's."""
+        return len(self.stacks) > 1
 
     @cached_property
     def site_named(self) -> dict[str, AdapterSite]:
@@ -242,10 +278,11 @@ class ModelSites:
     @cached_property
     def module_named(self) -> dict[str, WireModule]:
         """A wire module by Hugging Face's name of its linear, such as `layers.3.mlp.gate_up_proj` for a fused one; also
-        one that is left out.
+        one that is left out. The fused modules of an encoder-decoder model have no such name.
         """
         left_out = (module for module in self.left_out if module.layer != OUTER_LAYER)
-        return {self._name_of(module): module for module in (*self.modules, *left_out)}
+        modules = [module for module in (*self.modules, *left_out) if len(module.parts) == 1 or not self.has_encoder]
+        return {self._name_of(module): module for module in modules}
 
     def _name_of(self, module: WireModule) -> str:
         if len(module.parts) == 1:
@@ -350,16 +387,16 @@ def model_sites(
     vocab_size: int = 0,
     is_tied: bool = False,
     experts_form: ExpertsForm = PLAIN_EXPERTS,
-    layers_name: str = LAYERS,
+    stacks: Sequence[LayerStack] = (LayerStack(LAYERS),),
     has_dora: bool = True,
 ) -> ModelSites:
-    """Sites of a decoder by the linears of each layer, which may differ.
+    """Sites of a model by the linears of each layer, which may differ.
 
     layers: of each the shapes by `attention_shapes`, and by `mlp_shapes` or by `expert_shapes`, beside which
         `shared_expert_shapes` may stand.
     vocab_size: 0 for a model whose embeddings and head adapters may not change. is_tied: both are one matrix.
     experts_form: how transformers holds the experts.
-    layers_name, has_dora: see `ModelSites`.
+    stacks, has_dora: see `ModelSites`.
     """
     sites: list[AdapterSite] = []
     modules: list[WireModule] = []
@@ -378,7 +415,7 @@ def model_sites(
         tuple(modules),
         outer,
         experts_form=experts_form,
-        layers_name=layers_name,
+        stacks=tuple(stacks),
         has_dora=has_dora,
     )
 
@@ -409,7 +446,11 @@ def _outer_sites(first_column: int, vocab_size: int, hidden_size: int, is_tied: 
     return OuterSites(embeddings, head, is_tied)
 
 
-_FUSED = {ATTN_QKV: (ATTN_Q, ATTN_K, ATTN_V), MLP_GATE_UP: (MLP_GATE, MLP_H_TO_4H)}
+_FUSED = {
+    ATTN_QKV: (ATTN_Q, ATTN_K, ATTN_V),
+    CROSS_QKV: (CROSS_Q, CROSS_K, CROSS_V),
+    MLP_GATE_UP: (MLP_GATE, MLP_H_TO_4H),
+}
 """The modules whose B has the rows of several others. `mlp_gate_up` has up first, then gate."""
 
 

@@ -7,16 +7,23 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    BartConfig,
     GptOssConfig,
     LlamaConfig,
+    MBartConfig,
     MixtralConfig,
+    MT5Config,
     OlmoeConfig,
     PreTrainedConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
     Starcoder2Config,
+    T5Config,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
 
 from multilora_wire.config_sites import config_sites
 
@@ -71,6 +78,65 @@ def test_sites_are_the_linears_of_transformers(name: str) -> None:
     assert {s.name: (s.in_size, s.out_size, s.experts) for s in sites.sites} == shapes_by_transformers(config)
     assert sites.outer is not None
     assert (sites.outer.vocab_size, sites.outer.is_tied) == (31, config.tie_word_embeddings)
+
+
+T5 = {"vocab_size": 31, "d_model": 24, "d_kv": 10, "num_heads": 3, "d_ff": 52, "num_layers": 2}
+BART: dict[str, Any] = {
+    "vocab_size": 31,
+    "d_model": 24,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 3,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 52,
+    "decoder_ffn_dim": 44,
+    "max_position_embeddings": 16,
+}
+ENCODER_DECODERS: dict[str, PreTrainedConfig] = {
+    "t5": T5Config(**T5),
+    "t5 v1.1": T5Config(**T5, num_decoder_layers=3, feed_forward_proj="gated-gelu"),
+    "mt5": MT5Config(**T5, num_decoder_layers=1),
+    "bart": BartConfig(**BART),
+    "mbart": MBartConfig(**BART),
+}
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_sites_of_encoder_decoders_are_the_linears_of_transformers(name: str) -> None:
+    """By their names in the whole model; layers of the encoder come after the decoder's."""
+    config = ENCODER_DECODERS[name]
+    with torch.device("meta"):
+        model = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)](config)
+    linears = {
+        path: (module.in_features, module.out_features)
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and path != "lm_head"
+    }
+    sites = config_sites(config.to_dict())
+    assert {sites.full_name(s.name): (s.in_size, s.out_size) for s in sites.sites} == linears
+    assert sites.outer is None
+
+    num_decoder_layers = getattr(config, "num_decoder_layers", None) or config.decoder_layers
+    encoder = {s.layer for s in sites.sites if "encoder." in sites.full_name(s.name)}
+    assert encoder == set(range(num_decoder_layers, num_decoder_layers + 2))
+    assert sites.num_layers == num_decoder_layers + 2
+    self_attention, cross_attention = [0, 1, 2, 3, 4], [8, 9, 10, 11, 12]
+    mlp = [5, 6, 7, 18] if name in ("t5 v1.1", "mt5") else [5, 6]
+    for layer in range(sites.num_layers):
+        expected = {*self_attention, *mlp, *([] if layer in encoder else cross_attention)}
+        assert {module_id for number, module_id in sites.module_at if number == layer} == expected
+
+
+def test_the_first_configurations_of_t5_have_fewer_fields() -> None:
+    fields = {**T5, "model_type": "t5"}
+    assert config_sites(fields) == config_sites(ENCODER_DECODERS["t5"].to_dict())
+    assert config_sites({**fields, "model_type": "mt5"}).module_names[18] == "mlp_gate_up"
+
+
+@pytest.mark.parametrize("fields", [{"d_kv": None}, {"num_layers": 0}, {"feed_forward_proj": 3}])
+def test_fields_that_describe_no_encoder_decoder_are_an_error(fields: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError, AttributeError)):
+        config_sites({**T5, "model_type": "t5", **fields})
 
 
 @pytest.mark.parametrize("name", ["qwen3 moe", "qwen2 moe", "olmoe", "mixtral", "gpt-oss"])

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from multilora_wire.config_sites import config_sites
 from multilora_wire.layout import adapter_layout, num_values
 from multilora_wire.module_names import MODULE_IDS
 from multilora_wire.sites import (
@@ -219,3 +220,17 @@ def test_rows_of_tokens_belong_to_the_matrix_that_they_change(names: list[str], 
 def test_a_module_that_the_model_has_not_restricts_nothing() -> None:
     with pytest.raises(KeyError, match="mamba_in_proj"):
         SPARSE.restricted_to(["attn_q", "mamba_in_proj"])
+
+
+def test_layers_of_two_stacks_have_one_row_of_numbers() -> None:
+    fields = {"model_type": "t5", "d_model": 64, "d_kv": 8, "num_heads": 4, "d_ff": 96, "num_layers": 2}
+    sites = config_sites(fields | {"num_decoder_layers": 3})
+    assert sites.full_name("layers.2.layer.1.EncDecAttention.q") == "decoder.block.2.layer.1.EncDecAttention.q"
+    assert sites.full_name("layers.3.layer.0.SelfAttention.q") == "encoder.block.0.layer.0.SelfAttention.q"
+    assert [sites.layers_in(stack) for stack in sites.stacks] == [3, 2]
+    cross = sites.module_at[0, 8]
+    assert [sites.site_at[part.column].name.rsplit(".", 1)[1] for part in cross.parts] == ["q", "k", "v"]
+    assert "layers.3.layer.0.SelfAttention.v" in sites.module_named
+    other = config_sites(fields | {"num_layers": 3, "num_decoder_layers": 2})
+    fingerprints = {adapter_layout(each, 64, "float32").fingerprint for each in (sites, other)}
+    assert len(fingerprints) == 2

@@ -44,10 +44,11 @@ from multilora_kernels.adapter_codes import LANES, a_header_bytes, panel_bytes
 from multilora_kernels.adapter_quantization import quantize_a, quantize_b
 from multilora_wire.adapter_info import Kind
 from multilora_wire.layout import ALIGNMENT_BYTES, AdapterLayout, num_values, round_up
+from multilora_wire.module_names import CROSS_DENSE, CROSS_QKV, UPSTREAM_NAMES
 from multilora_wire.peft_config import PEFT_CONFIG_FILE, PeftError
 from multilora_wire.peft_files import FoundRows, LinearReader, PeftAdapter, PeftLinear, PeftRows
 from multilora_wire.pieces import Piece, part_bounds, part_offset
-from multilora_wire.sites import EMBEDDING_LORA, HEAD_LORA, OUTER_LAYER, ROW_MODULES, WireModule
+from multilora_wire.sites import EMBEDDING_LORA, HEAD_LORA, OUTER_LAYER, ROW_MODULES, ModelSites, WireModule
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -511,12 +512,13 @@ def _check_module(where: str, module_id: int, layer: int, layout: AdapterLayout)
     if not 0 <= layer < sites.num_layers:
         raise InvalidRequest(
             f"{where}: Expected layerId to be in the range [0, numModelLayers): {layer}, numModelLayers is "
-            f"{sites.num_layers}"
+            f"{sites.num_layers}{_describe_stacks(sites)}"
         )
     module = sites.module_at.get((layer, module_id))
     if module is None:
         raise InvalidRequest(
             f"{where}: lora module {module_id} ({sites.module_names[module_id]}) not enabled for layer {layer}"
+            f"{_describe_stacks(sites)}"
         )
     if names := _ruled_out(module, layout):
         raise InvalidRequest(
@@ -524,6 +526,15 @@ def _check_module(where: str, module_id: int, layer: int, layout: AdapterLayout)
             "lora_compatible or lora_target_modules of the checkpoint"
         )
     return module
+
+
+def _describe_stacks(sites: ModelSites) -> str:
+    """The numbers of layers of an encoder-decoder model, for errors; "" for a decoder alone."""
+    if not sites.has_encoder:
+        return ""
+    decoder, encoder = sites.stacks
+    last = sites.num_layers - 1
+    return f"; layers 0 to {encoder.first - 1} are {decoder.name}, {encoder.first} to {last} {encoder.name}"
 
 
 def _check_enabled(where: str, layer: int, module_id: int, layout: AdapterLayout) -> None:
@@ -541,8 +552,10 @@ def _unknown_module(where: str, module_id: int, layer: int, layout: AdapterLayou
     """The error about an id that no wire module of the model has."""
     names = layout.sites.module_names.items()
     known = ", ".join(f"{number} {name}" for number, name in names if number >= 0) or "no module with an id"
+    needs = f"{UPSTREAM_NAMES[module_id]} needs an encoder, and " if CROSS_QKV <= module_id <= CROSS_DENSE else ""
     return InvalidRequest(
-        f"{where}: lora module {module_id} not enabled for this model; it has {known}, and layer {layer} was meant"
+        f"{where}: lora module {module_id} not enabled for this model; {needs}it has {known}, and layer {layer} was "
+        "meant"
     )
 
 

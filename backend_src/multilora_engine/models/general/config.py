@@ -33,7 +33,7 @@ from multilora_engine.models.model_config import (
     read_end_token_ids,
 )
 from multilora_wire.module_names import FUSED_NAMES, MODULE_IDS
-from multilora_wire.sites import FIRST_OWN_MODULE, ModelSites, SiteShape, expert_shapes, model_sites
+from multilora_wire.sites import FIRST_OWN_MODULE, LayerStack, ModelSites, SiteShape, expert_shapes, model_sites
 
 _MAX_ERROR_CHARS = 500
 _TRACED_LENGTH = 4096
@@ -263,7 +263,7 @@ def _sites(tree: PreTrainedModel, traced: Trace, names: Mapping[str, str], is_ti
         head.in_features,
         head.out_features if has_usual_ends else 0,
         is_tied,
-        layers_name=traced.layers_name,
+        stacks=[LayerStack(traced.layers_name)],
         has_dora=is_plain,
     )
 
