@@ -14,7 +14,7 @@ Public, by purpose:
   `rotary_attention` also rotates, by `rotary_angles`, and writes the cache; `store_rows` only writes it.
   `kv_row_size`, `kv_head_dim` and `load_rows` read caches, also caches of 8-bit codes.
 - mixtures of experts: `route` chooses, and `expert_mlp` computes over `PackedExperts`, with adapters by `ExpertLoRA`.
-- between linears: `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul`, `gelu_tanh`.
+- between linears: `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul`, `gelu_tanh`, `gelu`.
 - all in one call: `decoder_layers` and `decoder_logits`, for a `PackedDecoder` of `PackedLayer`s (of
   `PackedLayerLinear`s) and a `PackedHead`, with a `LayerStep` for each kind of layer.
 - choice: `penalise_tokens` and `forbid_tokens` change logits within `LARGEST_LOGIT`; then `sample_tokens` chooses by
@@ -61,7 +61,7 @@ from multilora_kernels.decoder_layers import (
     decoder_layers,
     decoder_logits,
 )
-from multilora_kernels.elementwise import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, silu_mul
+from multilora_kernels.elementwise import add_layer_norm, add_rms_norm, gelu, gelu_tanh, gelu_tanh_mul, silu_mul
 from multilora_kernels.embedding import lora_embedding
 from multilora_kernels.expand import lora_expand
 from multilora_kernels.experts import expert_mlp, route
@@ -119,6 +119,7 @@ __all__ = [
     "fill_step_inputs",
     "forbid_tokens",
     "forget_adapters",
+    "gelu",
     "gelu_tanh",
     "gelu_tanh_mul",
     "kv_head_dim",

@@ -41,6 +41,9 @@ class AttentionOptions(NamedTuple):
         (arXiv:2408.00118) has a softcap.
     sinks: [num_heads], for each query head a score without a value, which counts in the softmax's denominator; None for
         no sinks. gpt-oss (arXiv:2508.10925) has sinks.
+    distance_bias: contiguous float32 [num_heads, num_distances], added to scaled scores: that of query head h for a key
+        d positions before the query grows by distance_bias[h, min(d, num_distances - 1)]. None for no bias. The decoder
+        of T5 (arXiv:1910.10683) has such a bias, and ALiBi (arXiv:2108.12409) is one. Beside it softcap must be 0.
     may_round: whether queries and weights may be rounded to bfloat16, beside keys and values of bfloat16. A CPU that
         multiplies pairs of bfloat16 faster than floats rounds them, as bfloat16 arithmetic does. Sums stay float32.
     """
@@ -48,6 +51,7 @@ class AttentionOptions(NamedTuple):
     scale: float | None = None
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
+    distance_bias: torch.Tensor | None = None
     may_round: bool = False
 
 
@@ -116,6 +120,9 @@ def _sequence_fields(sequences: PagedSequences) -> tuple[torch.Tensor, torch.Ten
     return *sequences[:5], sequences.window or 0
 
 
-def _option_fields(options: AttentionOptions, head_dim: int) -> tuple[float, float, torch.Tensor | None]:
+def _option_fields(
+    options: AttentionOptions, head_dim: int
+) -> tuple[float, float, torch.Tensor | None, torch.Tensor | None]:
+    assert options.distance_bias is None or not options.softcap
     scale = head_dim**-0.5 if options.scale is None else options.scale
-    return scale, options.softcap, options.sinks
+    return scale, options.softcap, options.sinks, options.distance_bias

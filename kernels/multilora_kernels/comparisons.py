@@ -15,7 +15,7 @@ from multilora_kernels.adapter_codes import CODE_BITS
 from multilora_kernels.adapter_quantization import reference_a, reference_b
 from multilora_kernels.apply import lora_apply
 from multilora_kernels.attention import AttentionOptions, PagedSequences, paged_attention, rotary_attention
-from multilora_kernels.elementwise import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, silu_mul
+from multilora_kernels.elementwise import add_layer_norm, add_rms_norm, gelu, gelu_tanh, gelu_tanh_mul, silu_mul
 from multilora_kernels.expand import lora_expand
 from multilora_kernels.experts import expert_mlp, route
 from multilora_kernels.huge_pages import HugePages
@@ -138,7 +138,8 @@ def _of_adapters(shapes: OperatorShapes) -> Iterator[Comparison]:
 
 def _of_attention(shapes: OperatorShapes) -> Iterator[Comparison]:
     turning, *others = shapes.rotations or ((shapes.head_dim, False),)
-    for option, window, longest in itertools.product(("", "soft cap", "sinks"), _windows(shapes), _longest(shapes)):
+    options = ("", "soft cap", "sinks", "bias by distance")
+    for option, window, longest in itertools.product(options, _windows(shapes), _longest(shapes)):
         case = _AttentionCase(shapes, option, window, longest, *turning)
         yield Comparison("rotary_attention", str(case), case.compare_with_rotation)
     for rotation, longest in itertools.product(others, _longest(shapes)):
@@ -196,6 +197,7 @@ def _between_linears(shapes: OperatorShapes) -> Iterator[Comparison]:
         (silu_mul, reference.silu_mul, 2 * mlp),
         (gelu_tanh_mul, reference.gelu_tanh_mul, 2 * mlp),
         (gelu_tanh, reference.gelu_tanh, mlp),
+        (gelu, reference.gelu, mlp),
     )
     for operator, expected, width in activations:
         compare = partial(_compare_activation, shapes, operator, expected, width)
@@ -537,11 +539,17 @@ class _AttentionCase:
         if self.option == "sinks":
             sinks = torch.randn(self.shapes.num_heads, device=generator.device, generator=generator)
             return AttentionOptions(sinks=sinks)
+        if self.option == "bias by distance":
+            # Some keys are farther away than the last distance.
+            size = (self.shapes.num_heads, max(self.shapes.contexts) // 2 + 1)
+            bias = torch.randn(size, device=generator.device, generator=generator)
+            return AttentionOptions(distance_bias=bias)
         return AttentionOptions(softcap=3.0) if self.option == "soft cap" else AttentionOptions()
 
     def _fields(self, sequences: PagedSequences, options: AttentionOptions) -> tuple[Any, ...]:
         *fields, window = sequences
-        return *fields, window or 0, float(self.shapes.head_dim) ** -0.5, options.softcap, options.sinks
+        scale = float(self.shapes.head_dim) ** -0.5
+        return *fields, window or 0, scale, options.softcap, options.sinks, options.distance_bias
 
     def _exact(self, paged: _Paged) -> list[torch.Tensor]:
         """Copies of keys and values as the reference takes them."""

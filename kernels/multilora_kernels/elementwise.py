@@ -46,6 +46,11 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return _call("gelu_tanh", x)  # type: ignore[no-any-return]
 
 
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """x / 2 * (1 + erf(x / sqrt(2))), arXiv:1606.08415. x: [num_tokens, size], as the result."""
+    return _call("gelu", x)  # type: ignore[no-any-return]
+
+
 def _call(name: str, x: torch.Tensor, *others: Any) -> Any:
     """Compute the operator with this name. The compiled CPU operators take float32 only."""
     is_reference = x.dtype != torch.float32 and not has_gpu_operators(x.device)

@@ -27,6 +27,7 @@ __all__ = [
     "expert_mlp",
     "fill_step_inputs",
     "forbid_tokens",
+    "gelu",
     "gelu_tanh",
     "gelu_tanh_mul",
     "lora_apply",
@@ -187,6 +188,7 @@ def paged_attention(
     scale: float,
     softcap: float,
     sinks: torch.Tensor | None,
+    distance_bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """The decodes together, then one sequence after the other.
 
@@ -198,7 +200,7 @@ def paged_attention(
     out = []
     for first, last in pieces if num_decodes else pieces[1:]:
         queries = q[starts[first] : starts[last]].unflatten(0, (last - first, -1))
-        slots, is_seen = _seen_keys(
+        slots, is_seen, distances = _seen_keys(
             block_tables[first:last],
             context_lens[first:last],
             max(lens[first:last]),
@@ -206,28 +208,34 @@ def paged_attention(
             block_size,
             window,
         )
-        out.append(_attended(queries, keys, values, slots, is_seen, scale, softcap, sinks))
+        bias = None
+        if distance_bias is not None:
+            bias = distance_bias[:, distances.clamp(0, distance_bias.shape[1] - 1)].transpose(0, 1)
+        out.append(_attended(queries, keys, values, slots, is_seen, scale, softcap, sinks, bias))
     return torch.cat(out)
 
 
 def _seen_keys(
     block_tables: torch.Tensor, ends: torch.Tensor, longest: int, num_queries: int, block_size: int, window: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The keys of sequences that have `num_queries` queries each, their last tokens.
 
     ends: [num_sequences], keys of each sequence; longest: the most of them. Returns the slots [num_sequences, num_keys]
-    of the newest keys, oldest first, and which query sees them [num_sequences, num_queries, num_keys]. A short sequence
-    has its newest slot in place of the keys before its first: a slot that is not seen must hold finite numbers, too.
+    of the newest keys, oldest first; and for each query [num_sequences, num_queries, num_keys], which of the keys it
+    sees, and how many positions before it they lie. A short sequence has its newest slot in place of the keys before
+    its first: a slot that is not seen must hold finite numbers, too.
     """
     num_keys = min(longest, window + num_queries - 1) if window else longest
     device = ends.device
     positions = ends[:, None] - torch.arange(num_keys, 0, -1, device=device)
     queries = (ends[:, None] - torch.arange(num_queries, 0, -1, device=device))[:, :, None]
-    is_seen = (positions >= 0)[:, None] & (positions[:, None] <= queries)
+    distances = queries - positions[:, None]
+    is_seen = (positions >= 0)[:, None] & (distances >= 0)
     if window:
-        is_seen &= positions[:, None] > queries - window
+        is_seen &= distances < window
     positions = torch.where(positions >= 0, positions, ends[:, None] - 1)
-    return block_tables.gather(1, positions // block_size) * block_size + positions % block_size, is_seen
+    slots = block_tables.gather(1, positions // block_size) * block_size + positions % block_size
+    return slots, is_seen, distances
 
 
 def _attended(
@@ -239,15 +247,19 @@ def _attended(
     scale: float,
     softcap: float,
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """q: [num_sequences, num_queries, num_heads, head_dim]. Returns [num_tokens, num_heads * head_dim]."""
+    """q: [num_sequences, num_queries, num_heads, head_dim]; bias: [num_sequences, num_heads, num_queries, num_keys].
+
+    Returns [num_tokens, num_heads * head_dim].
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = (
         load_rows(cache, slots.flatten(), dtype).unflatten(0, slots.shape).transpose(1, 2) for cache in (keys, values)
     )
     queries, is_seen = q.to(dtype).transpose(1, 2), is_seen[:, None]
-    if softcap or sinks is not None:
-        heads = _attended_with_options(queries, k, v, is_seen, scale, softcap, sinks)
+    if softcap or sinks is not None or bias is not None:
+        heads = _attended_with_options(queries, k, v, is_seen, scale, softcap, sinks, bias)
     else:
         heads = F.scaled_dot_product_attention(queries, k, v, is_seen, scale=scale, enable_gqa=True)
     return heads.transpose(1, 2).flatten(2).flatten(0, 1).to(q.dtype)
@@ -261,12 +273,15 @@ def _attended_with_options(
     scale: float,
     softcap: float,
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """PyTorch's own attention takes neither a soft cap nor sinks. A sink is one more key, whose value is zero."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = q @ k.mT * scale
     if softcap:
         scores = softcap * (scores / softcap).tanh()
+    if bias is not None:
+        scores = scores + bias.to(q.dtype)
     scores = scores.masked_fill(~is_seen, -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(q.dtype)[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
@@ -349,6 +364,11 @@ def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     """See `elementwise.gelu_tanh`."""
     return F.gelu(x, approximate="tanh")
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """See `elementwise.gelu`."""
+    return F.gelu(x)
 
 
 def _chunks(segments: LoRASegments) -> list[tuple[torch.Tensor, int]]:

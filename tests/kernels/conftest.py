@@ -15,6 +15,7 @@ from multilora_kernels import (
     PagedSequences,
     add_layer_norm,
     add_rms_norm,
+    gelu,
     gelu_tanh,
     gelu_tanh_mul,
     lora_apply,
@@ -51,6 +52,7 @@ class Implementation:
     silu_mul: Callable[..., torch.Tensor] = silu_mul
     gelu_tanh_mul: Callable[..., torch.Tensor] = gelu_tanh_mul
     gelu_tanh: Callable[..., torch.Tensor] = gelu_tanh
+    gelu: Callable[..., torch.Tensor] = gelu
 
 
 def _paged_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *fields: Any) -> torch.Tensor:

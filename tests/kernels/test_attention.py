@@ -61,7 +61,7 @@ def test_every_shape_and_mix_of_sequences_over_codes(shape, sequences, kv_dtype)
 
 
 @pytest.mark.parametrize("window", [None, 1, 33])
-@pytest.mark.parametrize("options", ["none", "all"])
+@pytest.mark.parametrize("options", ["none", "all", "distances"])
 @pytest.mark.parametrize("sequences", SEQUENCES)
 def test_windows_and_options_over_codes(sequences, options, window):
     check(make_case("default model", sequences, kv_dtype=torch.int8, window=window, options=options))
@@ -72,9 +72,10 @@ def test_queries_of_16_bits_over_codes(dtype):
     check(make_case("wide group", "chunks behind a prefix", dtype, torch.int8, options="all"))
 
 
+@pytest.mark.parametrize("options", ["all", "distances"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_options_beside_queries_and_caches_of_16_bits(dtype):
-    check(make_case("wide group", "chunks behind a prefix", dtype, options="all"))
+def test_options_beside_queries_and_caches_of_16_bits(dtype, options):
+    check(make_case("wide group", "chunks behind a prefix", dtype, options=options))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2])
@@ -106,6 +107,53 @@ def test_options_that_are_none_are_refused():
         run(dataclasses.replace(case, options=AttentionOptions(softcap=-1.0)))
     with pytest.raises(RuntimeError, match=r"sinks are one of each of 9 heads, not \[8\]"):
         run(dataclasses.replace(case, options=AttentionOptions(sinks=torch.zeros(8))))
+    with pytest.raises(RuntimeError, match=r"a bias by distance is contiguous \[9, distances\], not \[8, 5\]"):
+        run(dataclasses.replace(case, options=AttentionOptions(distance_bias=torch.zeros(8, 5))))
+    with pytest.raises(RuntimeError, match="scores with a bias by distance have no softcap, as is 2"):
+        run(dataclasses.replace(case, options=AttentionOptions(softcap=2.0, distance_bias=torch.zeros(9, 5))))
+
+
+@pytest.mark.parametrize("num_distances", [1, 2, 1000])
+@pytest.mark.parametrize("sequences", SEQUENCES)
+def test_a_bias_by_distance_for_few_and_for_many_distances(sequences, num_distances):
+    case = make_case("wide group", sequences, window=33 if num_distances == 2 else None)
+    bias = torch.randn(case.q.shape[1], num_distances, generator=torch.Generator().manual_seed(0))
+    check(dataclasses.replace(case, options=AttentionOptions(distance_bias=bias)))
+
+
+def test_a_bias_that_is_the_same_for_all_distances_changes_nothing():
+    case = make_case(sequences="chunks behind a prefix")
+    bias = torch.full((case.q.shape[1], 1), 3.0)
+    biased = run(dataclasses.replace(case, options=AttentionOptions(distance_bias=bias)))
+    torch.testing.assert_close(biased, run(case), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(8, 64), (12, 64), (6, 16)])
+def test_tokens_of_many_sequences_that_each_attend_to_all_of_a_source(num_heads, head_dim):
+    """Cross attention: each token is a decode over the block table of its source."""
+    generator = torch.Generator().manual_seed(0)
+    lengths, tokens_of, block_size = [64, 1, 17, 64], [1, 3, 1, 2], 16
+    owners = torch.arange(len(lengths)).repeat_interleave(torch.tensor(tokens_of))
+    q = torch.randn(len(owners), num_heads, head_dim, generator=generator)
+    cache = torch.full((2, 20 * block_size, num_heads, head_dim), torch.nan)
+    tables = torch.randperm(16, generator=generator).view(4, 4)
+    sources = torch.randn(2, 4, 64, num_heads, head_dim, generator=generator)
+    for row, length in enumerate(lengths):
+        positions = torch.arange(length)
+        slots = tables[row, positions // block_size] * block_size + positions % block_size
+        cache[:, slots] = sources[:, row, :length]
+    contexts = torch.tensor(lengths)[owners]
+    starts = torch.arange(len(owners) + 1)
+    sequences = PagedSequences(tables[owners], starts, contexts, len(owners), block_size)
+    actual = paged_attention(q, *cache, sequences, AttentionOptions(scale=1.0))
+    for token, owner in enumerate(owners.tolist()):
+        keys, values = sources[:, owner, : lengths[owner]].double().transpose(1, 2)
+        weights = (keys @ q[token].double()[..., None])[..., 0].softmax(-1)
+        expected = (weights[:, None] @ values).flatten()
+        torch.testing.assert_close(actual[token].double(), expected, atol=1e-5, rtol=1e-5)
+        one = PagedSequences(tables[owner][None], starts[:2], contexts[token, None], 1, block_size)
+        alone = paged_attention(q[token, None], *cache, one, AttentionOptions(scale=1.0))
+        assert torch.equal(alone, actual[token, None])
 
 
 @pytest.mark.parametrize("kv_dtype", TOLERANCE)
@@ -115,7 +163,7 @@ def test_every_dtype_of_queries_and_cache(dtype, kv_dtype):
 
 
 @pytest.mark.parametrize("window", [None, 1, 33])
-@pytest.mark.parametrize("options", ["none", "all"])
+@pytest.mark.parametrize("options", ["none", "all", "distances"])
 @pytest.mark.parametrize("sequences", SEQUENCES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rounded_queries_and_weights_are_within_the_bound_of_bfloat16(shape, sequences, options, window):
@@ -140,7 +188,7 @@ def test_large_scores_neither_overflow_nor_lose_the_keys_that_count():
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("options", ["none", "all"])
+@pytest.mark.parametrize("options", ["none", "all", "distances"])
 @pytest.mark.parametrize("sequences", SEQUENCES)
 def test_a_sequence_gets_the_same_bits_whoever_shares_the_batch(sequences, options, kv_dtype):
     case = may_be_rounded(make_case(sequences=sequences, kv_dtype=kv_dtype, options=options))
@@ -159,7 +207,7 @@ def test_a_sequence_gets_the_same_bits_whoever_shares_the_batch(sequences, optio
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
-@pytest.mark.parametrize(("options", "window"), [("none", None), ("all", None), ("none", 33)])
+@pytest.mark.parametrize(("options", "window"), [("none", None), ("all", None), ("distances", None), ("none", 33)])
 @pytest.mark.parametrize("may_round", [False, True])
 def test_a_prompt_has_the_same_bits_however_it_is_cut(may_round, options, window, kv_dtype):
     case = make_case("default model", "chunks behind a prefix", kv_dtype=kv_dtype, window=window, options=options)
@@ -187,7 +235,7 @@ def test_sequences_that_are_said_to_decode_and_have_several_tokens_are_refused()
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("options", ["none", "all"])
+@pytest.mark.parametrize("options", ["none", "all", "distances"])
 @pytest.mark.parametrize("sequences", SEQUENCES)
 def test_the_number_of_threads_does_not_change_a_bit_of_attention(sequences, options, kv_dtype):
     case = may_be_rounded(make_case(sequences=sequences, kv_dtype=kv_dtype, options=options))

@@ -21,6 +21,7 @@ from support.compiled_kernels import (
     fill_resources,
     forbid_resources,
     gate_activation_resources,
+    gelu_resources,
     gelu_tanh_mul_resources,
     multiply_codes_resources,
     pair_rows_resources,
@@ -106,6 +107,14 @@ def test_attention_compiles_without_spills(capability, dtype, group, head_dim):
         _check(prompt_resources(group, head_dim, 16, dtype, capability, has_options), capability)
 
 
+@pytest.mark.parametrize("capability", _EVERY_GENERATION)
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=_IS_LONG), "fp32"])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), pytest.param(4, 128, marks=_IS_LONG)])
+def test_attention_with_a_bias_by_distance_compiles_without_spills(capability, dtype, group, head_dim):
+    _check(decode_resources(group, head_dim, 16, dtype, capability, has_bias=True), capability)
+    _check(prompt_resources(group, head_dim, 16, dtype, capability, has_bias=True), capability)
+
+
 def test_attention_of_wide_heads_compiles_without_spills():
     _check(decode_resources(1, 256, 16, "bf16", 90), 90)
     _check(prompt_resources(1, 256, 16, "bf16", 90), 90)
@@ -147,6 +156,7 @@ def test_what_lies_between_matrix_products_compiles_without_spills(capability, d
     _check(add_layer_norm_resources(size, dtype, capability), capability)
     _check(silu_mul_resources(dtype, capability), capability)
     _check(gelu_tanh_mul_resources(dtype, capability), capability)
+    _check(gelu_resources(dtype, capability), capability)
 
 
 @pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])

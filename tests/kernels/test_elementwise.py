@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from support.lora_cases import TOLERANCES
 
-from multilora_kernels import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, silu_mul
+from multilora_kernels import add_layer_norm, add_rms_norm, gelu, gelu_tanh, gelu_tanh_mul, silu_mul
 
 EPS = 1e-5
 
@@ -70,6 +70,19 @@ def test_elementwise_gelu_tanh_of_small_and_large_numbers(implementation):
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("size", [1500, 33])
+def test_elementwise_gelu(implementation, size, dtype):
+    x = 2 * _random(5, size, dtype=dtype)
+    _assert_close(implementation.gelu(x.to(implementation.device)), F.gelu(x.double()), dtype)
+
+
+def test_elementwise_gelu_of_small_and_large_numbers(implementation):
+    x = torch.cat((torch.linspace(-15, 15, 3001), torch.tensor([-1e30, -200.0, -1e-30, 1e-30, 200.0, 1e30, torch.nan])))
+    actual = implementation.gelu(x[None].to(implementation.device)).cpu()
+    torch.testing.assert_close(actual, F.gelu(x[None].double()).float(), rtol=3e-7, atol=3e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("size", [1500, 33])
 def test_elementwise_silu_mul(implementation, size, dtype):
     gate_up = 2 * _random(5, 2 * size, dtype=dtype)
     gate, up = gate_up.double().chunk(2, -1)
@@ -92,7 +105,7 @@ def test_a_row_has_the_same_bits_whatever_other_rows_and_threads_there_are(size)
             *add_rms_norm(x[rows], update[rows], weight, EPS),
             *add_layer_norm(x[rows], update[rows], weight, weight, EPS),
         )
-        return [*norms, silu_mul(gate_up[rows]), gelu_tanh_mul(gate_up[rows]), gelu_tanh(x[rows])]
+        return [*norms, silu_mul(gate_up[rows]), gelu_tanh_mul(gate_up[rows]), gelu_tanh(x[rows]), gelu(x[rows])]
 
     together, alone, threads = rows(slice(None)), rows(slice(2999, 3000)), torch.get_num_threads()
     assert all(torch.equal(a[2999:3000], b) for a, b in zip(together, alone, strict=True))
@@ -108,7 +121,7 @@ def test_elementwise_rows_may_lie_apart():
     normed, total = add_rms_norm(x, update, weight, EPS)
     assert torch.equal(total, x + update)
     assert torch.equal(normed, add_rms_norm(x.contiguous(), update.contiguous(), weight.contiguous(), EPS)[0])
-    for activation in (silu_mul, gelu_tanh_mul, gelu_tanh):
+    for activation in (silu_mul, gelu_tanh_mul, gelu_tanh, gelu):
         assert torch.equal(activation(wide[:, 20:60]), activation(wide[:, 20:60].contiguous()))
 
 

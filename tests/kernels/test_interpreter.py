@@ -24,7 +24,7 @@ _PAIRS = """dtype0-lora_dtype0 or dtype1-lora_dtype2 or dtype2-lora_dtype1 or dt
     or dtype1-lora_dtype5"""
 _SHORT = f"""({_ALL}) and not longest and not skewed and not past_the_dispatcher and not codes
      and not (every_dtype and lora_dtype and not ({_PAIRS}))
-     and not (every_option and (long or chunks) and (scale or softcap or sinks))
+     and not (every_option and (long or chunks) and (scale or softcap or sinks or distances))
      and not (every_shape and prefill and not odd)
      and not (every_window and chunks and not 33)
      and not (whoever_shares and chunks)

@@ -32,18 +32,22 @@ SEQUENCES = {
     "chunks behind a prefix": [(1, 40), (9, 140), (130, 200), (3, 300)],
 }
 # Of scores of order two; sinks are as large as they, and one hides all keys.
-OPTIONS = ("none", "scale", "softcap", "sinks", "all")
+OPTIONS = ("none", "scale", "softcap", "sinks", "all", "distances")
+# Some keys of most sequences are farther away.
+NUM_DISTANCES = 50
 
 
 def make_options(name: str, num_heads: int) -> AttentionOptions:
     sinks = torch.randn(num_heads, generator=torch.Generator().manual_seed(2)) * 3
     sinks[-1] = 90.0
+    bias = torch.randn(num_heads, NUM_DISTANCES, generator=torch.Generator().manual_seed(3)) * 2
     return {
         "none": AttentionOptions(),
         "scale": AttentionOptions(scale=0.3),
         "softcap": AttentionOptions(softcap=1.5),
         "sinks": AttentionOptions(sinks=sinks),
         "all": AttentionOptions(scale=0.2, softcap=3.0, sinks=sinks),
+        "distances": AttentionOptions(sinks=sinks, distance_bias=bias),
     }[name]
 
 
@@ -62,8 +66,8 @@ class Case:
         s = self.sequences
         tables, starts, contexts = (tensor.to(device) for tensor in (s.block_tables, s.query_starts, s.context_lens))
         sequences = s._replace(block_tables=tables, query_starts=starts, context_lens=contexts)
-        sinks = self.options.sinks
-        options = self.options._replace(sinks=None if sinks is None else sinks.to(device))
+        of_heads = {name: getattr(self.options, name) for name in ("sinks", "distance_bias")}
+        options = self.options._replace(**{k: None if v is None else v.to(device) for k, v in of_heads.items()})
         return Case(self.q.to(device), self.keys.to(device), self.values.to(device), sequences, options)
 
 
@@ -107,10 +111,10 @@ def fields(case: Case, dtype: torch.dtype | None = None) -> tuple[object, ...]:
 
 def sequence_fields(case: Case) -> tuple[object, ...]:
     """The operator's arguments behind the cache."""
-    s, (scale, softcap, sinks, _) = case.sequences, case.options
+    s, (scale, softcap, sinks, distance_bias, _) = case.sequences, case.options
     scale = case.q.shape[2] ** -0.5 if scale is None else scale
     sequences = (s.block_tables, s.query_starts, s.context_lens, s.num_decodes, s.block_size, s.window or 0)
-    return *sequences, scale, softcap, sinks
+    return *sequences, scale, softcap, sinks, distance_bias
 
 
 @dataclasses.dataclass(frozen=True)

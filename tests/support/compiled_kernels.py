@@ -70,6 +70,7 @@ _POINTERS = {
     "sums_ptr": "*fp32",
     "stats_ptr": "*fp32",
     "sinks_ptr": "*fp32",
+    "distance_bias_ptr": "*fp32",
     "logits_ptr": "*fp32",
     "parameters_ptr": "*fp64",
     "weights_ptr": "*fp32",
@@ -168,15 +169,18 @@ def decode_resources(
     capability: int,
     has_softcap: bool = False,
     has_codes: bool = False,
+    has_bias: bool = False,
 ) -> Resources:
     """`rotary_attention` of a decode step, with sinks where it has a soft cap.
 
-    group: query heads of a key-value head. has_codes: the cache is of int8. The rest as of the others.
+    group: query heads of a key-value head. has_codes: the cache is of int8. has_bias: there is a bias by distance. The
+    rest as of the others.
     """
     is_wide = dtype == "fp32"
     constants = decode_constants(group, head_dim, head_dim, block_size, is_wide, has_softcap, has_codes)
-    sinks = {} if has_softcap else {"sinks_ptr": None}
-    return _resources(decode_kernel, constants | sinks, dtype, capability, _CODE_CACHE if has_codes else _NO_POINTERS)
+    constants |= {} if has_softcap else {"sinks_ptr": None}
+    constants |= {} if has_bias else {"distance_bias_ptr": None}
+    return _resources(decode_kernel, constants, dtype, capability, _CODE_CACHE if has_codes else _NO_POINTERS)
 
 
 def prompt_resources(
@@ -187,11 +191,13 @@ def prompt_resources(
     capability: int,
     has_softcap: bool = False,
     has_codes: bool = False,
+    has_bias: bool = False,
 ) -> Resources:
     """`paged_attention`; arguments as of `decode_resources`."""
     constants = prompt_constants(group, head_dim, block_size, dtype == "fp32", capability, has_softcap, has_codes)
-    sinks = {} if has_softcap else {"sinks_ptr": None}
-    return _resources(prompt_kernel, constants | sinks, dtype, capability, _CODE_CACHE if has_codes else _NO_POINTERS)
+    constants |= {} if has_softcap else {"sinks_ptr": None}
+    constants |= {} if has_bias else {"distance_bias_ptr": None}
+    return _resources(prompt_kernel, constants, dtype, capability, _CODE_CACHE if has_codes else _NO_POINTERS)
 
 
 def rotation_resources(head_dim: int, dtype: str, capability: int, has_codes: bool = False) -> Resources:
@@ -212,12 +218,17 @@ def add_layer_norm_resources(size: int, dtype: str, capability: int) -> Resource
 
 def silu_mul_resources(dtype: str, capability: int) -> Resources:
     """`silu_mul`; arguments as of the others."""
-    return _resources(activation_kernel, activation_constants(is_gelu=False, is_gated=True), dtype, capability)
+    return _resources(activation_kernel, activation_constants("silu", is_gated=True), dtype, capability)
 
 
 def gelu_tanh_mul_resources(dtype: str, capability: int) -> Resources:
     """`gelu_tanh_mul`; arguments as of the others."""
-    return _resources(activation_kernel, activation_constants(is_gelu=True, is_gated=True), dtype, capability)
+    return _resources(activation_kernel, activation_constants("gelu_tanh", is_gated=True), dtype, capability)
+
+
+def gelu_resources(dtype: str, capability: int) -> Resources:
+    """`gelu`; arguments as of the others."""
+    return _resources(activation_kernel, activation_constants("gelu", is_gated=False), dtype, capability)
 
 
 def sample_resources(vocab: int, capability: int) -> Resources:

@@ -46,12 +46,16 @@ struct Batch {
   const Sequences& sequences;
   float scale, softcap;
   const float* sinks;  // [num_heads], or null
+  DistanceBias bias;   // of all heads
 
   int64_t group() const { return q.size(1) / keys.size(1); }
   int64_t head_dim() const { return q.size(2); }
   // The oldest key that the query at a position sees.
   int64_t oldest_key(int64_t position) const {
     return sequences.window > 0 ? std::max<int64_t>(0, position - sequences.window + 1) : 0;
+  }
+  DistanceBias bias_from(int64_t kv_head) const {
+    return {bias.values ? bias.values + kv_head * group() * bias.num_distances : nullptr, bias.num_distances};
   }
   int64_t tokens_per_piece() const { return std::max<int64_t>(1, kMaxQueries / group()); }
 };
@@ -155,8 +159,9 @@ AttentionTask attention_task(const Batch& batch, const Piece& piece, const Tenso
   float* to = out.data<float>() + piece.first_token * out.stride(0) + first_element;
   const float* sinks = batch.sinks ? batch.sinks + piece.first_head * batch.group() : nullptr;
   return {q, batch.q.stride(0), piece.tokens, batch.group(), batch.head_dim(), batch.scale, batch.softcap, sinks,
-          piece.first_position, batch.sequences.window, first_head_of(piece, batch.keys),
-          first_head_of(piece, batch.values), batch.keys.stride(0), block_table_of(batch, piece), batch.sequences.block_size, piece.first_key, piece.end_key, to, out.stride(0)};
+          batch.bias_from(piece.first_head), piece.first_position, batch.sequences.window, first_head_of(piece, batch.keys),
+          first_head_of(piece, batch.values), batch.keys.stride(0), block_table_of(batch, piece), batch.sequences.block_size,
+          piece.first_key, piece.end_key, to, out.stride(0)};
 }
 
 // The place of the first key of a piece.
@@ -171,9 +176,9 @@ DecodeTask decode_task(const Batch& batch, const Piece& piece, const Piece& next
   const int64_t first_element = piece.first_head * batch.group() * batch.head_dim();
   const float* q = batch.q.data<float>() + piece.first_token * batch.q.stride(0) + first_element;
   return {q, piece.end_head - piece.first_head, batch.group(), batch.head_dim(), batch.scale, batch.softcap,
-          first_head_of(piece, batch.keys), first_head_of(piece, batch.values), batch.keys.stride(0), batch.keys.stride(1),
-          block_table_of(batch, piece), batch.sequences.block_size, piece.first_key, piece.end_key, first_key_of(batch, next),
-          results.out, results.max, results.sum};
+          batch.bias_from(piece.first_head), first_head_of(piece, batch.keys), first_head_of(piece, batch.values),
+          batch.keys.stride(0), batch.keys.stride(1), block_table_of(batch, piece), batch.sequences.block_size,
+          piece.first_position, piece.first_key, piece.end_key, first_key_of(batch, next), results.out, results.max, results.sum};
 }
 
 // The factor of a sum of weighted values. max, sum: of all keys, see DecodeTask; sink: null for none.
@@ -327,6 +332,17 @@ Tensor sinks_of(const AttentionOptions& options, int64_t num_heads) {
   return as_float32(options.sinks);
 }
 
+DistanceBias bias_of(const AttentionOptions& options, int64_t num_heads) {
+  const Tensor& bias = options.distance_bias;
+  if (!bias.is_defined()) {
+    return {};
+  }
+  MULTILORA_CHECK(bias.dim() == 2 && bias.size(0) == num_heads && bias.size(1) > 0 && bias.is_contiguous(),
+                  "a bias by distance is contiguous [", num_heads, ", distances], not ", bias.sizes());
+  MULTILORA_CHECK(options.softcap == 0, "scores with a bias by distance have no softcap, as is ", options.softcap);
+  return {bias.data<float>(), bias.size(1)};
+}
+
 // Types of codes of 8 bits.
 template <class T>
 constexpr bool kIsCode = std::is_same_v<T, int8_t> || std::is_same_v<T, Float8>;
@@ -455,7 +471,7 @@ Tensor paged_attention(const Tensor& q, const Tensor& keys, const Tensor& values
   MULTILORA_CHECK(options.softcap >= 0, "softcap is not negative, as is ", options.softcap);
   const Tensor sinks = sinks_of(options, q.size(1));
   const Batch batch{rows, keys, values, sequences, float(options.scale), float(options.softcap),
-                    sinks.is_defined() ? sinks.data<float>() : nullptr};
+                    sinks.is_defined() ? sinks.data<float>() : nullptr, bias_of(options, q.size(1))};
   check(batch);
   const Tensor out = Tensor::empty({q.size(0), q.size(1) * q.size(2)}, DType::float32);
   const Pieces pieces(batch);

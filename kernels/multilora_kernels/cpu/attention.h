@@ -260,6 +260,9 @@ class Attention {
     if (task.softcap > 0) {
       cap_all<Vec>(scores + tile.begin * lanes, (tile.end - tile.begin) * lanes, task.softcap * kLog2OfE);
     }
+    if (task.bias.values) {
+      add_bias(tile);
+    }
     hide_unseen(tile);
     for_each_block([&](auto vectors, int64_t lane) { weigh<vectors.value>(lane, tile); });
     if constexpr (kHasTiles<Vec>) {
@@ -389,6 +392,27 @@ class Attention {
   int64_t lines_of_lanes() const {
     const int64_t vectors = lanes / kTileOutputs, lines = kKeyTile * ((row_bytes<T>(head_dim) + kCacheLine - 1) / kCacheLine);
     return (lines + vectors - 1) / vectors;
+  }
+
+  // A key after its query is hidden later. `rows` holds the biases of one key.
+  void add_bias(const KeyTile& tile) const {
+    const auto [values, num_distances] = task.bias;
+    const F factor = Vec::broadcast(kLog2OfE);
+    std::fill(rows + queries, rows + lanes, 0.0f);
+    for (int64_t j = tile.begin; j < tile.end; ++j) {
+      float* bias = rows;
+      for (int64_t token = 0; token < task.tokens; ++token) {
+        const int64_t distance = task.first_position + token - (tile.first + j);
+        const float* value = values + std::clamp<int64_t>(distance, 0, num_distances - 1);
+        for (int64_t i = 0; i < task.group; ++i) {
+          *bias++ = value[i * num_distances];
+        }
+      }
+      float* row = scores + j * lanes;
+      for (int64_t lane = 0; lane < lanes; lane += Vec::kWidth) {
+        Vec::store(row + lane, Vec::fma(Vec::load(rows + lane), factor, Vec::load(row + lane)));
+      }
+    }
   }
 
   // Hides each key from the queries that do not see it.

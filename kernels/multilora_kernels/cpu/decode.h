@@ -123,16 +123,22 @@ class Decode {
         in_order[i] = slot++ * task.slot_stride;
       }
     }
-    const int64_t keys_of_place = (num_keys + kPlaces - 1) / kPlaces;
     int64_t* row = rows;
-    for (int64_t first = 0; first < keys_of_place; ++first) {
-      for (int64_t i = first; i < num_keys; i += keys_of_place) {
-        *row++ = in_order[i];
-      }
-    }
+    for_each_key([&](int64_t i) { *row++ = in_order[i]; });
     std::fill(rows + num_keys, rows + (num_keys + kKeys - 1) / kKeys * kKeys, rows[num_keys - 1]);
     for (int64_t i = 0; i < kKeys; ++i) {
       next_rows[i] = i * task.slot_stride;
+    }
+  }
+
+  // Calls body(key - first_key) in the order in which keys are used.
+  template <class Body>
+  MULTILORA_INLINE void for_each_key(const Body& body) const {
+    const int64_t keys_of_place = (num_keys + kPlaces - 1) / kPlaces;
+    for (int64_t first = 0; first < keys_of_place; ++first) {
+      for (int64_t i = first; i < num_keys; i += keys_of_place) {
+        body(i);
+      }
     }
   }
 
@@ -292,6 +298,9 @@ class Decode {
     if (task.softcap > 0) {
       cap_all<Vec>(weights, num_scores, kTakesPairs<Vec> ? task.softcap * kLog2OfE : task.softcap);
     }
+    if (task.bias.values) {
+      add_bias(query, weights);
+    }
     std::fill(weights + num_keys, weights + num_scores, kNone);
     F largest = Vec::broadcast(kNone);
     for (int64_t j = 0; j < num_keys; j += kKeys) {
@@ -315,6 +324,19 @@ class Decode {
     }
     task.max[query] = max;
     task.sum[query] = Vec::sum(sum);
+  }
+
+  // The memory of code_values, which nothing needs once all scores are there, holds the biases.
+  void add_bias(int64_t query, float* query_scores) const {
+    static_assert(kMaxDecodeKeys <= kDimUnit * kDimUnit, "a head has at least kDimUnit padded elements");
+    const float* values = task.bias.values + query * task.bias.num_distances;
+    const int64_t largest = task.bias.num_distances - 1, of_first_key = task.position - task.first_key;
+    float* bias = code_values;
+    for_each_key([&](int64_t i) { *bias++ = values[std::min(of_first_key - i, largest)]; });
+    const F factor = Vec::broadcast(kTakesPairs<Vec> ? kLog2OfE : 1.0f);
+    for (int64_t j = 0; j < num_keys; j += kKeys) {
+      Vec::store(query_scores + j, Vec::fma(Vec::load(code_values + j), factor, Vec::load(query_scores + j)));
+    }
   }
 
   // The weights take the place of the scores.

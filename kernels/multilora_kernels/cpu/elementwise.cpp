@@ -71,6 +71,8 @@ Tensor gelu_tanh_mul(const Tensor& gate_up) { return activated(gate_up, 2, capab
 
 Tensor gelu_tanh(const Tensor& x) { return activated(x, 1, capability().gelu_tanh); }
 
+Tensor gelu(const Tensor& x) { return activated(x, 1, capability().gelu); }
+
 std::tuple<Tensor, Tensor> rotary_angles(const Tensor& positions, const Tensor& frequencies) {
   MULTILORA_CHECK(positions.dim() == 1 && positions.dtype() == DType::int64 && frequencies.dim() == 1 &&
                       frequencies.dtype() == DType::float32,

@@ -14,6 +14,7 @@ std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& update,
 Tensor silu_mul(const Tensor& gate_up);
 Tensor gelu_tanh_mul(const Tensor& gate_up);
 Tensor gelu_tanh(const Tensor& x);
+Tensor gelu(const Tensor& x);
 
 // `rotary_angles` of rotary_angles.py.
 std::tuple<Tensor, Tensor> rotary_angles(const Tensor& positions, const Tensor& frequencies);

@@ -84,6 +84,26 @@ struct GeluTanh {
   }
 };
 
+// x * (1 + erf(x / sqrt(2))) / 2. For t = 1 / (1 + |x| / sqrt(8)) and p = a polynomial, fitted at Chebyshev's nodes,
+// erfc(|x| / sqrt(2)) = t * e^(p(t) - x^2 / 2) with a relative error of 6e-8.
+struct Gelu {
+  template <class Vec>
+  static MULTILORA_INLINE typename Vec::F of(typename Vec::F x) {
+    using F = typename Vec::F;
+    const F zero = Vec::zero(), one = Vec::broadcast(1.0f);
+    const F size = Vec::max(x, Vec::sub(zero, x));
+    const F t = Vec::div(one, Vec::fma(size, Vec::broadcast(0.353553391f), one));
+    F p = Vec::broadcast(0.154191726f);
+    for (const float coefficient : {-0.7310593f, 1.27436159f, -0.851879442f, 0.0475086052f, -0.0660282757f, 0.0572463484f,
+                                    0.381963899f, 0.9991688f, -1.2654739f}) {
+      p = Vec::fma(p, t, Vec::broadcast(coefficient));
+    }
+    const F power = exponential<Vec>(Vec::fma(size, Vec::mul(size, Vec::broadcast(-0.5f)), p));
+    const F tail = Vec::mul(Vec::mul(t, Vec::broadcast(0.5f)), power);
+    return Vec::mul(x, Vec::add(tail, Vec::zero_where_less(x, zero, Vec::sub(one, Vec::add(tail, tail)))));
+  }
+};
+
 template <class Vec, class Activation>
 void activate(const float* x, int64_t size, float* out, int64_t row_begin, int64_t row_end) {
   for (int64_t row = row_begin; row < row_end; ++row) {

@@ -29,6 +29,7 @@ constexpr Capability capability_of(const char* name) {
           activate_mul<Vec, Silu>,
           activate_mul<Vec, GeluTanh>,
           activate<Vec, GeluTanh>,
+          activate<Vec, Gelu>,
           clamped_gate_mul<Vec>,
           rotate<Vec>,
           sample<Vec>,

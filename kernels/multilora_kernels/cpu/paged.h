@@ -13,10 +13,10 @@ struct Sequences {
   int64_t num_decodes, block_size, window;
 };
 
-// AttentionOptions of attention.py. sinks: undefined for none.
+// AttentionOptions of attention.py. sinks, distance_bias: undefined for none.
 struct AttentionOptions {
   double scale, softcap = 0;
-  Tensor sinks = {};
+  Tensor sinks = {}, distance_bias = {};
   bool may_round = false;
 };
 

@@ -173,7 +173,7 @@ PyObject* add_layer_norm(PyObject* const* arguments) {
   return pair_of(without_gil([&] { return add_layer_norm(x, update, weight, bias, eps); }));
 }
 
-// An operator of one tensor: `silu_mul`, `gelu_tanh_mul` and `gelu_tanh`.
+// An operator of one tensor: `silu_mul`, `gelu_tanh_mul`, `gelu_tanh` and `gelu`.
 using Activation = Tensor (*)(const Tensor&);
 
 template <Activation activation>
@@ -392,6 +392,7 @@ PyMethodDef methods[] = {
     plain<activated<silu_mul>, 1>("silu_mul", "(gate_up) -> the product"),
     plain<activated<gelu_tanh_mul>, 1>("gelu_tanh_mul", "(gate_up) -> the product"),
     plain<activated<gelu_tanh>, 1>("gelu_tanh", "(x) -> the same shape"),
+    plain<activated<gelu>, 1>("gelu", "(x) -> the same shape"),
     plain<paged_attention, 5>("paged_attention", "(q, keys, values, sequences, options) -> the heads' outputs"),
     plain<rotary_attention, 9>(
         "rotary_attention",

@@ -76,7 +76,7 @@ LayerWeights layer_weights_of(PyObject* object) {
 
 LayerStep layer_step_of(PyObject* object) {
   const Fields fields(object, 8, "LayerStep");
-  const AttentionOptions attention{number_of(fields[4]), 0, {}, fields[5] == Py_True};
+  const AttentionOptions attention{number_of(fields[4]), 0, {}, {}, fields[5] == Py_True};
   LayerStep step{tensor_of(fields[0]), tensor_of(fields[1]), tensor_of(fields[2]), sequences_of(fields[3]), attention, {}};
   if (fields[6] != Py_None) {
     step.adapters.emplace(Adapters{tables_of(fields[6]), blocks_of(segments_of(fields[7]))});
@@ -177,9 +177,9 @@ Sequences sequences_of(PyObject* object) {
 }
 
 AttentionOptions attention_options_of(PyObject* object, int64_t head_dim) {
-  const Fields fields(object, 4, "AttentionOptions");
+  const Fields fields(object, 5, "AttentionOptions");
   return {fields[0] == Py_None ? std::pow(double(head_dim), -0.5) : number_of(fields[0]), number_of(fields[1]),
-          optional_tensor_of(fields[2]), fields[3] == Py_True};
+          optional_tensor_of(fields[2]), optional_tensor_of(fields[3]), fields[4] == Py_True};
 }
 
 std::optional<ExpertAdapters> expert_adapters_of(PyObject* object) {

@@ -133,6 +133,13 @@ constexpr int64_t attention_scratch(int64_t queries, int64_t head_dim) {
   return padded_head_dim(head_dim) * (2 * lanes + rows) + lanes * (kKeyTile + 3);
 }
 
+// Added to each score, after the scale: values[head, min(distance, num_distances - 1)], where the distance is the position of
+// the query less that of the key. `values` are of the first head of a task; null for none.
+struct DistanceBias {
+  const float* values = nullptr;
+  int64_t num_distances = 0;
+};
+
 // One key-value head of one sequence: neighbouring tokens of it, the query heads that share the head, and some keys.
 struct AttentionTask {
   const float* q;  // [tokens, group, head_dim], token to token q_stride
@@ -140,6 +147,7 @@ struct AttentionTask {
   float scale;
   float softcap;            // scores are softcap * tanh(scores / softcap) before the softmax; as they are if 0
   const float* sinks;       // [group], scores of no key that the softmax's denominators have besides, or null
+  DistanceBias bias;
   int64_t first_position;   // of the first token; a token sees the keys up to its own position,
   int64_t window;           // and of these keys only the newest `window`, all if 0
   const void *keys, *values;  // of the head, slot to slot slot_stride
@@ -178,11 +186,12 @@ struct DecodeTask {
   const float* q;  // [num_kv_heads * group, head_dim]
   int64_t num_kv_heads, group, head_dim;
   float scale, softcap;  // as in AttentionTask
+  DistanceBias bias;
   const void *keys, *values;  // slot to slot slot_stride, head to head head_stride
   int64_t slot_stride, head_stride;
   const int64_t* block_table;
   int64_t block_size;
-  int64_t first_key, end_key;  // positions
+  int64_t position, first_key, end_key;  // of the query, of the keys
   const void* next;            // keys that the thread attends to after these, fetched into the cache meanwhile
   // Results by query: sum_j w_j v_j, padded rows; the largest score; sum_j w_j, w_j relative to it.
   float *out, *max, *sum;
@@ -315,7 +324,7 @@ struct Capability {
   const char* name;
   int64_t panel_width;
   NormKernel add_rms_norm, add_layer_norm;
-  ActivationKernel silu_mul, gelu_tanh_mul, gelu_tanh;
+  ActivationKernel silu_mul, gelu_tanh_mul, gelu_tanh, gelu;
   ClampedGateKernel clamped_gate_mul;
   RotationKernel rotate;
   SampleKernel sample;

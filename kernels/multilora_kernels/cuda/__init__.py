@@ -16,7 +16,7 @@ block_sizes, tiles, integers               tile sizes, products of tiles, arithm
 from __future__ import annotations
 
 from multilora_kernels.cuda.attention import paged_attention, rotary_attention
-from multilora_kernels.cuda.elementwise import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, silu_mul
+from multilora_kernels.cuda.elementwise import add_layer_norm, add_rms_norm, gelu, gelu_tanh, gelu_tanh_mul, silu_mul
 from multilora_kernels.cuda.expand import lora_expand
 from multilora_kernels.cuda.experts import expert_mlp, route
 from multilora_kernels.cuda.penalties import forbid_tokens, penalise_tokens
@@ -33,6 +33,7 @@ __all__ = [
     "expert_mlp",
     "fill_step_inputs",
     "forbid_tokens",
+    "gelu",
     "gelu_tanh",
     "gelu_tanh_mul",
     "lora_apply",

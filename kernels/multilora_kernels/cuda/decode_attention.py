@@ -49,6 +49,7 @@ def decode(
     scale: float,
     softcap: float,
     sinks: torch.Tensor | None,
+    distance_bias: torch.Tensor | None,
     is_interleaved: bool,
 ) -> None:
     """The rows of `out` of the first `num_decodes` sequences, as `attention.rotary_attention` says; others stay."""
@@ -77,10 +78,12 @@ def decode(
         stats,
         _arrivals(qkv.device),
         sinks,
+        distance_bias,
         out,
         scale,
         softcap,
         window,
+        0 if distance_bias is None else distance_bias.shape[1],
         qkv.stride(0),
         cos.stride(0),
         keys.stride(0),
@@ -133,7 +136,7 @@ def decode_constants(
 
 
 # A step's longest context decides on it: one that is 1 or a multiple of 16 would be a kernel of its own.
-@triton.jit(do_not_specialize=["stride_bm"])
+@triton.jit(do_not_specialize=["stride_bm", "num_distances"])
 def decode_kernel(
     qkv_ptr,
     cos_ptr,
@@ -148,10 +151,12 @@ def decode_kernel(
     stats_ptr,
     arrival_ptr,
     sinks_ptr,
+    distance_bias_ptr,
     out_ptr,
     scale,
     softcap,
     window,
+    num_distances,
     stride_xm,
     stride_cm,
     stride_ks,
@@ -198,6 +203,8 @@ def decode_kernel(
     is_head = (rows < GROUP)[:, None]
     q = load_turned(q_rows, dims[None, :], cos_row, sin_row, is_head, HEAD_DIM, ROTARY_DIM, IS_INTERLEAVED)
     table = block_table_ptr + sequence * stride_bm
+    bias_rows = tl.where(rows < GROUP, heads, 0) * num_distances
+    queries = tl.full((BLOCK_M,), context - 1, dtype=tl.int64)
 
     top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     weight_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -207,7 +214,8 @@ def decode_kernel(
         is_key = positions < end
         total, top, weight_sum = add_keys(
             total, top, weight_sum, q, keys_ptr, values_ptr, table, positions, is_key, None, 0,
-            dims, kv_head, stride_ks, stride_kh, scale, softcap, HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE, tl.float32,
+            distance_bias_ptr, bias_rows, num_distances, queries, dims, kv_head, stride_ks, stride_kh, scale, softcap,
+            HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE, tl.float32,
         )  # fmt: skip
 
     tile_mask = is_head & (dims < HEAD_DIM)[None, :]

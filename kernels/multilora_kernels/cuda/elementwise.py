@@ -35,24 +35,29 @@ def add_layer_norm(
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `multilora_kernels.elementwise.silu_mul`."""
-    return _activated(gate_up, is_gelu=False, is_gated=True)
+    return _activated(gate_up, "silu", is_gated=True)
 
 
 def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `multilora_kernels.elementwise.gelu_tanh_mul`."""
-    return _activated(gate_up, is_gelu=True, is_gated=True)
+    return _activated(gate_up, "gelu_tanh", is_gated=True)
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     """See `multilora_kernels.elementwise.gelu_tanh`."""
-    return _activated(x, is_gelu=True, is_gated=False)
+    return _activated(x, "gelu_tanh", is_gated=False)
 
 
-def _activated(x: torch.Tensor, *, is_gelu: bool, is_gated: bool) -> torch.Tensor:
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """See `multilora_kernels.elementwise.gelu`."""
+    return _activated(x, "gelu", is_gated=False)
+
+
+def _activated(x: torch.Tensor, function: str, *, is_gated: bool) -> torch.Tensor:
     num_rows, size = x.shape[0], x.shape[1] // (2 if is_gated else 1)
     assert x.is_contiguous()
     out = x.new_empty(num_rows, size)
-    constants = activation_constants(is_gelu, is_gated)
+    constants = activation_constants(function, is_gated)
     activation_kernel[num_rows, cdiv(size, constants["BLOCK"])](x, out, size, **constants)
     return out
 
@@ -63,9 +68,9 @@ def norm_constants(size: int) -> dict[str, Any]:
     return {"SIZE": size, "BLOCK": block, "num_warps": max(1, min(16, block // 512))}
 
 
-def activation_constants(is_gelu: bool, is_gated: bool) -> dict[str, Any]:
-    """The constants of the kernel."""
-    return {"IS_GELU": is_gelu, "IS_GATED": is_gated, "BLOCK": 1024, "num_warps": 4}
+def activation_constants(function: str, is_gated: bool) -> dict[str, Any]:
+    """The constants of the kernel. function: silu, gelu_tanh or gelu."""
+    return {"FUNCTION": function, "IS_GATED": is_gated, "BLOCK": 1024, "num_warps": 4}
 
 
 @triton.jit
@@ -110,15 +115,20 @@ def add_layer_norm_kernel(
 
 
 @triton.jit
-def activation_kernel(x_ptr, out_ptr, size, IS_GELU: tl.constexpr, IS_GATED: tl.constexpr, BLOCK: tl.constexpr):
+def activation_kernel(x_ptr, out_ptr, size, FUNCTION: tl.constexpr, IS_GATED: tl.constexpr, BLOCK: tl.constexpr):
     """One program: BLOCK outputs of one row; where IS_GATED, x is a row's gates and then its ups."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size
     first = x_ptr + row * size * (2 if IS_GATED else 1)
     x = tl.load(first + columns, mask=mask, other=0.0).to(tl.float32)
-    # (1 + tanh(u)) / 2 = sigmoid(2 u)
-    y = x * tl.sigmoid(x * (1.5957691216 + 0.0713548163 * x * x)) if IS_GELU else x * tl.sigmoid(x)
+    if FUNCTION == "gelu":
+        y = x * (0.5 + 0.5 * tl.erf(x * 0.7071067811865476))
+    elif FUNCTION == "gelu_tanh":
+        # (1 + tanh(u)) / 2 = sigmoid(2 u)
+        y = x * tl.sigmoid(x * (1.5957691216 + 0.0713548163 * x * x))
+    else:
+        y = x * tl.sigmoid(x)
     if IS_GATED:
         y *= tl.load(first + size + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * size + columns, y.to(out_ptr.dtype.element_ty), mask=mask)

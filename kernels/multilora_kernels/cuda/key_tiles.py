@@ -25,6 +25,10 @@ def add_keys(
     is_key,
     newest,
     window,
+    distance_bias_ptr,
+    bias_rows,
+    num_distances,
+    queries,
     dims,
     kv_head,
     stride_ks,
@@ -40,7 +44,9 @@ def add_keys(
 
     top: of scores in base 2, as the hardware has exponentials. q: [queries, dims]. table: pointer to the sequence's
     first block. positions, is_key: [keys]; only keys are loaded. newest: position of the last key that each query sees,
-    None if all see all of the tile. WEIGHT_DTYPE: that weights are rounded to; float32 keeps them exact.
+    None if all see all of the tile. distance_bias_ptr: of `AttentionOptions.distance_bias`, or None; a query's row of
+    it begins at element bias_rows. queries: their positions. WEIGHT_DTYPE: that weights are rounded to; float32 keeps
+    them exact.
     """
     block = tl.load(table + positions // BLOCK_SIZE, mask=is_key, other=0)
     slots = block * BLOCK_SIZE + positions % BLOCK_SIZE
@@ -54,6 +60,9 @@ def add_keys(
         scores = tanh(scores * (scale / softcap)) * (softcap * LOG2_OF_E)
     else:
         scores *= scale * LOG2_OF_E
+    if distance_bias_ptr is not None:
+        distances = tl.minimum(tl.maximum(queries[:, None] - positions[None, :], 0), num_distances - 1)
+        scores += tl.load(distance_bias_ptr + bias_rows[:, None] + distances) * LOG2_OF_E
     if newest is None:
         scores = tl.where(is_key[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))

@@ -38,6 +38,7 @@ def attend(
     scale: float,
     softcap: float,
     sinks: torch.Tensor | None,
+    distance_bias: torch.Tensor | None,
 ) -> None:
     """The rows of `out` [num_tokens, num_heads * head_dim], as `attention.paged_attention` says.
 
@@ -61,10 +62,12 @@ def attend(
         query_starts,
         context_lens,
         sinks,
+        distance_bias,
         out,
         scale,
         softcap,
         window,
+        0 if distance_bias is None else distance_bias.shape[1],
         len(block_tables),
         first_sequence,
         q.stride(0),
@@ -122,7 +125,7 @@ def prompt_constants(
     } | tiles
 
 
-@triton.jit(do_not_specialize=["num_sequences", "first_sequence", "stride_bm"])
+@triton.jit(do_not_specialize=["num_distances", "num_sequences", "first_sequence", "stride_bm"])
 def prompt_kernel(
     q_ptr,
     keys_ptr,
@@ -131,10 +134,12 @@ def prompt_kernel(
     query_start_ptr,
     context_len_ptr,
     sinks_ptr,
+    distance_bias_ptr,
     out_ptr,
     scale,
     softcap,
     window,
+    num_distances,
     num_sequences,
     first_sequence,
     stride_qm,
@@ -174,6 +179,7 @@ def prompt_kernel(
     end = tl.minimum(context, context - length + first + BLOCK_Q)
     start = tl.where(window > 0, tl.maximum(context - length + first - window + 1, 0), 0) // BLOCK_N * BLOCK_N
     table = block_table_ptr + sequence * stride_bm
+    bias_rows = tl.where(is_row, heads, 0) * num_distances
 
     # A sink is a key without a value.
     if sinks_ptr is None:
@@ -190,7 +196,8 @@ def prompt_kernel(
         is_key &= (window == 0) | (positions > context - length + first - window)
         total, top, weight_sum = add_keys(
             total, top, weight_sum, q, keys_ptr, values_ptr, table, positions, is_key, newest, window,
-            dims, kv_head, stride_ks, stride_kh, scale, softcap, HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE, q.dtype,
+            distance_bias_ptr, bias_rows, num_distances, newest, dims, kv_head, stride_ks, stride_kh, scale, softcap,
+            HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE, q.dtype,
         )  # fmt: skip
     result = (total / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
     num_heads = tl.num_programs(1) * GROUP

@@ -227,7 +227,7 @@ class PagedAttention:
         step.on_layer()
         qkv = torch.cat([x[0].transpose(0, 1).flatten(1) for x in (q, k, v)], dim=1)
         keys, values = step.cache.layers[self.layer]
-        options = AttentionOptions(scaling, softcap or 0.0, s_aux, self.may_round)
+        options = AttentionOptions(scaling, softcap or 0.0, s_aux, may_round=self.may_round)
         angles, slots = step.unrotated, step.batch.slot_mapping
         sequences = step.sequences[self.window]
         heads = rotary_attention(qkv, angles.cos, angles.sin, keys, values, slots, sequences, options)
