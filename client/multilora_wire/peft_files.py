@@ -140,7 +140,10 @@ EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
 """Names of the modules before and after the layers, in a text model."""
 
 _OUTER_MODULES: Mapping[str, re.Pattern[str]] = {
-    EMBEDDINGS: re.compile(r"(?:model|(?:model\.)?(?:language_model|text_model)(?:\.model)?)\.embed_tokens"),
+    EMBEDDINGS: re.compile(
+        r"(?:model|(?:model\.)?(?:language_model|text_model)(?:\.model)?)\.embed_tokens"
+        r"|(?:model\.)?(?:shared|(?:encoder|decoder)\.embed_(?:tokens|positions))"
+    ),
     HEAD: re.compile(r"(?:(?:model\.)?(?:language_model|text_model)\.)?lm_head"),
 }
 """Their names in PEFT's model."""
@@ -676,6 +679,7 @@ def _find_parts(
         if any(config.is_on(field) and pattern.search(place.key) for field, pattern in _TRAINING_KEYS.items()):
             continue
         if (split := _split_outer_key(place)) is not None:
+            _check_outer(place, sites)
             name, peft_name, part = split
             parts = outside.setdefault(name, {})
         else:
@@ -693,6 +697,19 @@ def _find_parts(
     if first is not None and config.trains_tokens_alone:
         raise PeftError(f"{_shown(first.place)}: {PEFT_CONFIG_FILE} says peft_type TRAINABLE_TOKENS, which has no LoRA")
     return found, experts, outside
+
+
+def _check_outer(place: TensorPlace, sites: ModelSites | None) -> None:
+    """Raises PeftError for a tensor of the embeddings or the head, if adapters cannot change these."""
+    if sites is None:
+        raise SitesMissing(
+            f"{_shown(place)} belongs to the embeddings or the head, which no tensors of the wire can change; send "
+            "the files as they are to the server of their model (multilora upload DIR)"
+        )
+    if sites.outer is None:
+        raise PeftError(
+            f"{_shown(place)} belongs to the embeddings or the head, which adapters cannot change in this model"
+        )
 
 
 def _split_outer_key(place: TensorPlace) -> tuple[str, str, Part] | None:
@@ -829,16 +846,6 @@ class _Outside:
         self._found, self._config, self._source = found, config, source
         self._outer = None if sites is None else sites.outer
         self._saved_modules = _own_modules(found, config)
-        if found and self._outer is None:
-            place = next(iter(next(iter(found.values())).values())).place
-            if sites is not None:
-                raise PeftError(
-                    f"{_shown(place)} belongs to the embeddings or the head, which adapters cannot change in this model"
-                )
-            raise SitesMissing(
-                f"{_shown(place)} belongs to the embeddings or the head, which no tensors of the wire can change; send "
-                "the files as they are to the server of their model (multilora upload DIR)"
-            )
 
     @property
     def _sites(self) -> OuterSites:

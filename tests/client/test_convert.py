@@ -36,9 +36,21 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.numpy import save_file as save_numpy_file
 from safetensors.torch import save_file
 from support.expert_adapters import DOWN, GATE, PLAIN, UP, all_experts, numbered, random_factors, wrapped
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Phi3Config, Starcoder2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    PreTrainedConfig,
+    Starcoder2Config,
+    T5Config,
+)
 
 from multilora_client import AdapterError, AdapterFiles, AdapterTensors, convert_peft, load_adapter
+from multilora_wire.adapter_origin import WrongBaseModel
+from multilora_wire.config_sites import config_sites
 from multilora_wire.peft_config import PEFT_WEIGHTS_FILE
 from multilora_wire.sites import PLAIN_EXPERTS
 
@@ -647,3 +659,153 @@ def test_the_config_json_of_the_base_is_enough_for_experts(tmp_path: Path) -> No
 
     assert tensors.config[:, 0].tolist() == [GATE, DOWN, UP] * 2
     np.testing.assert_array_equal(tensors.weights, convert_peft(tmp_path / "experts", sites=PLAIN).weights)
+
+
+ENCODER_DECODERS: dict[str, tuple[PreTrainedConfig, dict[int, list[str]], list[str]]] = {
+    "t5": (
+        T5Config(
+            vocab_size=40, d_model=16, d_kv=5, num_heads=3, d_ff=24, num_layers=2, num_decoder_layers=3,
+            feed_forward_proj="gated-gelu",
+        ),
+        dict(enumerate([f"SelfAttention.{name}" for name in "qkvo"], 1))
+        | dict(enumerate([f"EncDecAttention.{name}" for name in "qkvo"], 9))
+        | {5: "DenseReluDense.wi_0", 6: "DenseReluDense.wo", 7: "DenseReluDense.wi_1"},
+        ["decoder.block", "encoder.block"],
+    ),
+    "bart": (
+        BartConfig(
+            vocab_size=40, d_model=16, encoder_layers=2, decoder_layers=3, encoder_attention_heads=4,
+            decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=20, max_position_embeddings=32,
+        ),
+        dict(enumerate([f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")], 1))
+        | dict(enumerate([f"encoder_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")], 9))
+        | {5: "fc1", 6: "fc2"},
+        ["model.decoder.layers", "model.encoder.layers"],
+    ),
+}  # fmt: skip
+"""Of each family: a model with 3 layers in its decoder and 2 in its encoder, its linears by module id, its lists."""
+
+
+def save_encoder_decoder(folder: Path, family: str, **lora_config: Any) -> tuple[Path, Path, Any]:
+    """A base model, and an adapter by PEFT with random values for it. Returns both folders and PEFT's model."""
+    torch.manual_seed(7)
+    base = AutoModelForSeq2SeqLM.from_config(ENCODER_DECODERS[family][0])
+    base.save_pretrained(folder / "base")
+    model = get_peft_model(base, LoraConfig(task_type="SEQ_2_SEQ_LM", **lora_config))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            values = torch.randn(parameter.shape) / 4
+            parameter.data = values.abs() + 0.1 if "magnitude" in name else values
+    model.save_pretrained(folder / "adapter")
+    return folder / "base", folder / "adapter", model
+
+
+DEFAULT_IDS = {*((layer, module_id) for layer in range(5) for module_id in (1, 3))} | {
+    *((layer, module_id) for layer in range(3) for module_id in (9, 11))
+}
+"""(layer, module id) of q and v: of all layers, and of cross attention in the decoder's."""
+
+
+@pytest.mark.parametrize(
+    ("lora_config", "family"),
+    [
+        ({}, "t5"),
+        ({}, "bart"),
+        ({"target_modules": r"decoder.*\.(wo|fc2|k|k_proj)"}, "t5"),
+        ({"target_modules": r".*encoder\..*\.fc1"}, "bart"),
+        ({"target_modules": "all-linear", "use_dora": True}, "t5"),
+        ({"target_modules": "all-linear", "use_dora": True}, "bart"),
+        ({"layers_to_transform": [1], "layers_pattern": "block"}, "t5"),
+        ({"layers_to_transform": [1], "layers_pattern": "layer"}, "t5"),
+        ({"layers_to_transform": [0]}, "t5"),
+        ({"layers_to_transform": [1], "layers_pattern": ["h", "layers"]}, "bart"),
+        ({"rank_pattern": {r"decoder.*\.q": 3}, "alpha_pattern": {"EncDecAttention.v": 3}, "use_rslora": True}, "t5"),
+        ({"rank_pattern": {"encoder_attn.v_proj": 3}, "alpha_pattern": {r"encoder\.layers.*": 3}}, "bart"),
+    ],
+)
+def test_rows_of_both_stacks_and_of_cross_attention_are_what_peft_adds(
+    tmp_path: Path, family: str, lora_config: dict[str, Any]
+) -> None:
+    base, adapter, model = save_encoder_decoder(tmp_path, family, **lora_config)
+    tensors = convert_peft(adapter, base_model=base)
+
+    _, names, (decoder, encoder) = ENCODER_DECODERS[family]
+    before = {name: module.weight.clone() for name, module in base_linears(base)}
+    after = {name: module.weight for name, module in model.merge_and_unload().named_modules() if name in before}
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    for row, (module_id, layer, rank, is_dora) in enumerate(tensors.config.tolist()):
+        start = f"{decoder}.{layer}." if layer < 3 else f"{encoder}.{layer - 3}."
+        (name,) = (name for name in before if name.startswith(start) and name.endswith(f".{names[module_id]}"))
+        changed.remove(name)
+        out_size, in_size = before[name].shape
+        sizes = [rank * in_size, out_size * rank, out_size * is_dora]
+        values = torch.from_numpy(tensors.weights[row])
+        a, b, magnitude, padding = values.split([*sizes, len(values) - sum(sizes)])
+        adapted = before[name] + b.view(out_size, rank) @ a.view(rank, in_size)
+        adapted = magnitude[:, None] * adapted if is_dora else adapted
+        torch.testing.assert_close(adapted, after[name], rtol=1e-5, atol=1e-5)
+        assert not padding.any()
+    assert not changed
+    if not lora_config:
+        assert {(layer, module_id) for module_id, layer, *_ in tensors.config.tolist()} == DEFAULT_IDS
+
+
+def base_linears(base: Path) -> list[tuple[str, torch.nn.Module]]:
+    model = AutoModelForSeq2SeqLM.from_pretrained(base)
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return [(name, module) for name, module in linears if name != "lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("family", "lora_config", "says"),
+    [
+        ("t5", {"target_modules": ["q", "shared"]}, "shared.*belongs to the embeddings or the head, which adapters"),
+        ("t5", {"modules_to_save": ["lm_head"]}, "lm_head.*belongs to the embeddings or the head, which adapters"),
+        ("bart", {"modules_to_save": ["shared"]}, "shared.*belongs to the embeddings or the head, which adapters"),
+        ("bart", {"target_modules": ["q_proj", "embed_tokens"]}, "embed_tokens.*belongs to the embeddings"),
+        ("bart", {"modules_to_save": ["fc1"]}, "fc1"),
+        ("t5", {"modules_to_save": ["final_layer_norm"]}, "final_layer_norm"),
+        ("t5", {"target_modules": ["q", "relative_attention_bias"]}, "relative_attention_bias"),
+        ("t5", {"bias": "all", "trainable_token_indices": {"shared": [3]}}, "shared.*belongs to the embeddings"),
+    ],
+)
+def test_other_parts_of_encoder_decoders_are_refused_by_name(
+    tmp_path: Path, family: str, lora_config: dict[str, Any], says: str
+) -> None:
+    base, adapter, _ = save_encoder_decoder(tmp_path, family, **lora_config)
+    with pytest.raises(AdapterError, match=says):
+        convert_peft(adapter, base_model=base)
+
+
+def test_an_adapter_with_an_encoder_needs_its_model_which_must_have_its_layers(tmp_path: Path) -> None:
+    base, adapter, _ = save_encoder_decoder(tmp_path, "t5", target_modules=["q", "wi_0"])
+    with pytest.raises(AdapterError, match=r"encoder or of other names.*--base-model DIR"):
+        convert_peft(adapter)
+    fields = json.loads((base / "config.json").read_text())
+
+    def convert(**changes: Any) -> AdapterTensors:
+        (base / "config.json").write_text(json.dumps(fields | changes))
+        return convert_peft(adapter, base_model=base)
+
+    with pytest.raises(
+        AdapterError, match=r"decoder\.block\.2\.\S+ is a layer there, and decoder.block here has 2 layers"
+    ):
+        convert(num_decoder_layers=2, num_layers=3)
+    with pytest.raises(
+        AdapterError, match=r"encoder\.block\.1\.\S+ is a layer there, and encoder.block here has 1 layers"
+    ):
+        convert(num_layers=1)
+    with pytest.raises(
+        AdapterError, match=r"DenseReluDense.wi_0 is a linear there, and decoder.block.0 here has layer\.0"
+    ):
+        convert(feed_forward_proj="relu")
+    with pytest.raises(
+        AdapterError, match=r"layer\.0\.SelfAttention\.q has 16 inputs and 15 outputs there, 16 .* 18 outputs"
+    ):
+        convert(d_kv=6)
+    # The rows alone do not tell in which stack a layer is; what is kept beside them does.
+    origin = convert().origin
+    assert origin is not None
+    origin.check(config_sites(fields))
+    with pytest.raises(WrongBaseModel, match=r"encoder\.block\.0\.\S+ is layer 3 there, and layer 3 here has decoder"):
+        origin.check(config_sites(fields | {"num_decoder_layers": 4}))
