@@ -20,8 +20,7 @@ from multilora_engine.engine.engine import Engine
 from multilora_engine.engine.memory import kv_bytes_per_token
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.models.checkpoint import checkpoint_files, opened
-from multilora_engine.models.decoder import EMBEDDINGS
-from multilora_engine.models.model_config import ModelConfig
+from multilora_engine.models.model_config import EMBEDDINGS, ModelConfig
 from multilora_engine.models.registry import read_model_config
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
 

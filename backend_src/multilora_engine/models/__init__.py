@@ -5,6 +5,8 @@ registry                                   the families that are served, and how
 llama, gemma, phi3, glm4, olmo2, ...       a family each: its numbers and its layers
   cohere2, starcoder2, moe, gpt_oss
 decoder                                    `Decoder`: embeddings, layers, norm, head
+encoder_decoder                            `EncoderDecoder`: a decoder with an encoder before it
+  t5, bart                                 its families
   layers, norms, rotary                    the pieces that layers are made of
   linear                                   `LoRALinear`: a linear, with each token's adapter on top
 general/                                   decoders of transformers' modules, where no family of ours computes

@@ -24,13 +24,10 @@ from multilora_engine.models.weights import (
 )
 from multilora_wire.sites import AdapterSite
 
-_ROOT = "model."
-"""The start of a checkpoint's names, which the names of sites lack."""
-
 
 @dataclass(frozen=True)
 class Builder:
-    """Makes pieces whose names in the checkpoint start with `prefix`.
+    """Makes pieces whose names in the checkpoint start with `prefix`, and whose sites' names start with `site_prefix`.
 
     sites: of the model, by name. tensors: the places of the checkpoint's tensors, by Hugging Face's names. weights: of
     linears. The last two grow with every piece that is made, under any prefix.
@@ -39,7 +36,8 @@ class Builder:
     config: ModelConfig
     sites: Mapping[str, AdapterSite]
     format: WeightFormat
-    prefix: str = _ROOT
+    prefix: str = "model."
+    site_prefix: str = ""
     tensors: dict[str, Destination] = field(default_factory=dict)
     weights: list[StoredWeight] = field(default_factory=list)
 
@@ -49,7 +47,12 @@ class Builder:
 
     def layer(self, index: int) -> Builder:
         """Makes the pieces of one layer."""
-        return replace(self, prefix=f"{_ROOT}layers.{index}.")
+        name = f"layers.{index}"
+        return replace(self, prefix=f"{self.config.sites.full_name(name)}.", site_prefix=f"{name}.")
+
+    def under(self, prefix: str) -> Builder:
+        """Makes pieces outside the layers, whose names in the checkpoint start with `prefix`."""
+        return replace(self, prefix=prefix, site_prefix="")
 
     def has(self, path: str) -> bool:
         """Whether the model has a site at `path`."""
@@ -116,9 +119,9 @@ class Builder:
         self.tensors[f"{self.prefix}{stack.name}_bias"] = SplitPlace(biases.shape, places)
         return biases
 
-    def vector(self, path: str, size: int) -> torch.Tensor:
+    def vector(self, path: str, *shape: int) -> torch.Tensor:
         """Numbers that the checkpoint has under this very path."""
-        values = self.placement.vectors(size)
+        values = self.placement.vectors(*shape)
         self.tensors[self.prefix + path] = VectorPlace(values)
         return values
 
@@ -137,4 +140,4 @@ class Builder:
         return LayerNorm(weight, bias if has_bias else None, self.config.norm_eps)
 
     def _site_name(self, path: str) -> str:
-        return f"{self.prefix}{path}".removeprefix(_ROOT)
+        return self.site_prefix + path

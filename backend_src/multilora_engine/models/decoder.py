@@ -43,9 +43,6 @@ from multilora_kernels import (
 )
 from multilora_wire.sites import ModelSites
 
-EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
-"""Names of the modules before and after the layers."""
-
 _ROTARY_BUFFER = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
 """Stored by old versions of transformers; it follows from config.json."""
 
@@ -78,7 +75,8 @@ class Decoder:
         self._may_round = weights.placement.keeps_float32
         self.adapter_sites = config.sites
         self._device = weights.placement.device
-        embeddings, head = (StoredPart(name, 0, config.vocab_size) for name in (EMBEDDINGS, HEAD))
+        names = config.embeddings_name, config.head_name
+        embeddings, head = (StoredPart(name, 0, config.vocab_size) for name in names)
         self._lm_head = weights.head(embeddings if config.tie_word_embeddings else head, config.hidden_size)
         self._embeddings = (
             self._lm_head if config.tie_word_embeddings else weights.embeddings(embeddings, config.hidden_size)
@@ -179,6 +177,10 @@ class Decoder:
             assert batch.lora is not None
             assert lora is not None
             x = adapted_embeddings(x, batch.input_ids, batch.lora, lora, self.adapter_sites)
+        return self._scaled(x)
+
+    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+        """x: embeddings."""
         return x if self.config.embedding_scale == 1.0 else x * self._embedding_scale
 
     def _finished(self, logits: torch.Tensor) -> torch.Tensor:

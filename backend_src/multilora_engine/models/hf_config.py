@@ -28,6 +28,9 @@ _POSITIVE = (
     "num_hidden_layers",
     "num_attention_heads",
     "max_position_embeddings",
+    *("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "num_decoder_layers"),
+    *("encoder_layers", "encoder_attention_heads", "encoder_ffn_dim"),
+    *("decoder_layers", "decoder_attention_heads", "decoder_ffn_dim"),
 )
 
 _OBJECTS = ("rope_parameters", "rope_scaling")
@@ -37,17 +40,22 @@ _CHECKED_HERE = ("dtype", "torch_dtype")
 _READ = frozenset(
     {
         *_POSITIVE,
+        "activation_function",
         "attention_bias",
         "attention_multiplier",
         "attn_logit_softcapping",
+        "bos_token_id",
         "clip_qkv",
         "decoder_sparse_step",
+        "decoder_start_token_id",
         "embedding_multiplier",
+        "feed_forward_proj",
         "final_logit_softcapping",
         "head_dim",
         "hidden_act",
         "hidden_activation",
         "layer_norm_eps",
+        "layer_norm_epsilon",
         "layer_types",
         "logit_scale",
         "logits_scaling",
@@ -61,11 +69,15 @@ _READ = frozenset(
         "num_experts_per_tok",
         "num_key_value_heads",
         "num_local_experts",
+        "pad_token_id",
         "qkv_bias",
         "query_pre_attn_scalar",
+        "relative_attention_max_distance",
+        "relative_attention_num_buckets",
         "residual_multiplier",
         "rms_norm_eps",
         "rope_parameters",
+        "scale_embedding",
         "shared_expert_intermediate_size",
         "sliding_window",
         "swiglu_alpha",
@@ -79,17 +91,24 @@ _READ = frozenset(
 
 _WITHOUT_EFFECT = frozenset(
     {
+        "activation_dropout",
         "attention_dropout",
-        "bos_token_id",
+        "classifier_dropout",
+        "decoder_layerdrop",
+        "dropout",
+        "dropout_rate",
         "embd_pdrop",
         "embedding_dropout",
+        "encoder_layerdrop",
         "eos_token_id",  # read from the files, because generation_config.json counts too
+        "forced_eos_token_id",  # of generate, which puts it in the place of the last token that max_length allows
+        "init_std",
+        "initializer_factor",
         "initializer_range",
         "max_window_layers",  # becomes layer_types
         "no_rope_layer_interval",  # becomes no_rope_layers
         "original_max_position_embeddings",  # becomes part of rope_parameters
         "output_router_logits",  # of training's loss
-        "pad_token_id",
         "pretraining_tp",
         "resid_pdrop",
         "residual_dropout",
@@ -160,7 +179,8 @@ def _complete(raw: Mapping[str, Any]) -> _Outcome:
         _rename_first_longrope(fields)
     try:
         config = AutoConfig.for_model(model_type, **fields)
-        config.standardize_rope_params()  # once more, as the layers do: some lengths count only then
+        if getattr(config, "rope_parameters", None):
+            config.standardize_rope_params()  # once more, as the layers do: some lengths count only then
     except Exception as error:  # its refusals have many types
         kind = f"{type(error).__name__}: " if type(error).__module__ == "builtins" else ""
         text = one_line(" ".join(str(error).split()), _MAX_ERROR_CHARS)

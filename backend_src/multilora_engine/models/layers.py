@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from multilora_kernels import (
     PackedLayer,
     PagedSequences,
     expert_mlp,
+    gelu,
     gelu_tanh,
     gelu_tanh_mul,
     rotary_attention,
@@ -31,6 +32,11 @@ from multilora_kernels import (
 from multilora_wire.sites import GATED_MLP, PLAIN_MLP
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+
+def mlp_paths(linears: Sequence[str], mlp: str = "mlp") -> tuple[str, ...]:
+    """The paths of the linears of an MLP. mlp: its own path."""
+    return tuple(f"{mlp}.{name}" for name in linears)
 
 
 Attend = Callable[["Attention", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -45,6 +51,7 @@ class LayerInputs:
     slots: [num_tokens] int64, the places of this step's keys and values in the cache; None with `attend_elsewhere`.
     layer_steps: of each kind of layers, for all of them in one call; empty where there is no kernel for that.
     attend_elsewhere: called in place of the attention operator.
+    cross: the sources of the step's tokens; None for a model without an encoder.
     """
 
     rotations: dict[str | None, Rotation]
@@ -53,6 +60,7 @@ class LayerInputs:
     slots: torch.Tensor | None = None
     layer_steps: tuple[LayerStep, ...] = ()
     attend_elsewhere: Attend | None = None
+    cross: PagedSequences | None = None
 
     def attend(
         self,
@@ -118,21 +126,26 @@ class Attention:
         qk_norm: QKNorm | None = None,
         stored_as: str = "",
         has_sinks: bool = False,
+        linears: Sequence[str] = (*QKV, "self_attn.o_proj"),
+        distance_bias: torch.Tensor | None = None,
     ) -> None:
         """stored_as: path of the one linear that the checkpoint has in place of q, k and v.
 
         has_sinks: whether the softmax has one score more a head, as in gpt-oss.
+        linears: paths of q, k, v and the output. distance_bias: see `AttentionOptions`.
         """
+        *qkv, output = linears
         config = builder.config
         self.window = config.sliding_window[layer]
         self.rope = config.layer_ropes[layer]
-        self.qkv = builder.linear(QKV, config.qkv_bias, stored_as)
-        self.o = builder.linear(["self_attn.o_proj"], config.output_bias)
+        self.qkv = builder.linear(qkv, config.qkv_bias, stored_as)
+        self.o = builder.linear([output], config.output_bias)
         self.qk_norm = qk_norm
         self.options = AttentionOptions(
             config.attention_scale,
             config.attention_softcap,
             builder.vector("self_attn.sinks", config.num_heads) if has_sinks else None,
+            distance_bias=distance_bias,
             may_round=builder.placement.keeps_float32,
         )
         self._sizes = (config.q_size, config.kv_size, config.kv_size)
@@ -158,10 +171,13 @@ class MLP(Protocol):
 class GatedMLP:
     """down(activation(gate(x)) * up(x)), gate and up fused."""
 
-    def __init__(self, builder: Builder, stored_as: str = "", path: str = "mlp") -> None:
-        """stored_as: path of the one linear that the checkpoint has in place of gate and up. path: of the MLP."""
+    def __init__(self, builder: Builder, stored_as: str = "", linears: Sequence[str] = mlp_paths(GATED_MLP)) -> None:
+        """stored_as: path of the one linear that the checkpoint has in place of gate and up.
+
+        linears: paths of gate, up and down.
+        """
         config = builder.config
-        gate, up, down = (f"{path}.{name}" for name in GATED_MLP)
+        gate, up, down = linears
         self.gate_up = builder.linear([gate, up], config.mlp_bias, stored_as)
         self.down = builder.linear([down], config.mlp_bias)
         self._product = _PRODUCTS[config.activation]
@@ -173,8 +189,9 @@ class GatedMLP:
 class PlainMLP:
     """second(activation(first(x)))."""
 
-    def __init__(self, builder: Builder) -> None:
-        first, second = (f"mlp.{name}" for name in PLAIN_MLP)
+    def __init__(self, builder: Builder, linears: Sequence[str] = mlp_paths(PLAIN_MLP)) -> None:
+        """linears: paths of the first and the second."""
+        first, second = linears
         self._first = builder.linear([first], builder.config.mlp_bias)
         self._second = builder.linear([second], builder.config.mlp_bias)
         self._activation = _ACTIVATIONS[builder.config.activation]
@@ -189,7 +206,7 @@ class SharedExpert:
     PATH = "mlp.shared_expert"
 
     def __init__(self, builder: Builder) -> None:
-        self._mlp = GatedMLP(builder, path=self.PATH)
+        self._mlp = GatedMLP(builder, linears=mlp_paths(GATED_MLP, self.PATH))
         self._gate = builder.linear([f"{self.PATH}_gate"], has_bias=False)
 
     def forward(self, x: torch.Tensor, lora: LoRABatch | None) -> torch.Tensor:
@@ -226,7 +243,7 @@ class SparseMLP:
         config = builder.config
         assert config.routing is not None
         self._routing, self._clamp_limit = config.routing, config.clamp_limit
-        gate, up, down = (f"mlp.experts.{name}" for name in GATED_MLP)
+        gate, up, down = mlp_paths(GATED_MLP, "mlp.experts")
         stacks = [ExpertStack(f"mlp.experts.{name}", names.is_interleaved) for name in ("gate_up_proj", "down_proj")]
         if builder.stores(stacks[0].name):
             names = replace(names, path=STACKED_EXPERTS.path)
@@ -324,4 +341,9 @@ class SandwichLayer:
 
 
 _PRODUCTS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
-_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": gelu_tanh,
+    "gelu": gelu,
+    "relu": F.relu,
+}

@@ -70,15 +70,16 @@ class _Loading:
         self._embeddings = model.embedding_rows()
         self._ignores = model.ignores
         self._head, self._embeddings_name = model.config.head_name, model.config.embeddings_name
-        self._tied_head: torch.Tensor | None = None
-        self._is_tied = model.config.tie_word_embeddings and self._embeddings is not None
+        copies = model.config.embedding_copies if self._embeddings is not None else ()
+        self._copies = frozenset(f"{name}.weight" for name in copies)
+        self._stored_copies: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, tensor: torch.Tensor, file: Path) -> None:
         """Store one tensor of a file. Raises ConfigError for one that the model does not have so."""
         if name not in self._expected and self._ignores(name):
             return
-        if name == f"{self._head}.weight" and self._is_tied:
-            self._tied_head = tensor
+        if name in self._copies:
+            self._stored_copies[name] = tensor
             return
         if name not in self._expected and self._weights.ignores(name, tensor):
             return
@@ -92,19 +93,23 @@ class _Loading:
         if self._waiting:
             names = ", ".join(sorted(self._waiting)[:5])
             raise ConfigError(f"{path}: {len(self._waiting)} tensors are missing from the checkpoint: {names}")
-        if self._tied_head is not None and not self._is_embedding(self._tied_head):
-            raise ConfigError(
-                f"{path}: {self._head}.weight differs from {self._embeddings_name}.weight although config.json says "
-                "tie_word_embeddings; write false there to use it"
-            )
+        for name, tensor in self._stored_copies.items():
+            if not self._is_embedding(tensor):
+                raise ConfigError(f"{path}: {name} differs from {self._embeddings_name}.weight{self._advice(name)}")
 
-    def _is_embedding(self, head: torch.Tensor) -> bool:
+    def _is_embedding(self, copy: torch.Tensor) -> bool:
         assert self._embeddings is not None
         embeddings = self._embeddings.tensor()
-        return torch.equal(head.to(embeddings), embeddings)
+        return torch.equal(copy.to(embeddings), embeddings)
+
+    def _advice(self, copy: str) -> str:
+        if copy == f"{self._head}.weight":
+            return " although config.json says tie_word_embeddings; write false there to use it"
+        return ": encoder and decoder must have the same embeddings"
 
     def _claim(self, name: str, file: Path) -> Destination:
-        if name not in self._expected and self._is_tied and name.startswith(f"{self._head}."):
+        is_tied = f"{self._head}.weight" in self._copies
+        if name not in self._expected and is_tied and name.startswith(f"{self._head}."):
             raise ConfigError(
                 f"{file}: tensor {name} is part of a head of its own although config.json says tie_word_embeddings; "
                 "write false there to use it"

@@ -58,7 +58,7 @@ HiddenStates = tuple[torch.Tensor, torch.Tensor]
 
 
 class Model(Protocol):
-    """A decoder with its weights.
+    """A decoder with its weights, and its encoder where it has one.
 
     config: its numbers. dtype: of its arithmetic, its keys and its values.
     """

@@ -14,7 +14,10 @@ from multilora_engine.models.rope_config import Rope, read_ropes
 from multilora_wire.config_sites import config_sites
 from multilora_wire.sites import ModelSites
 
-Activation = Literal["silu", "gelu_tanh"]
+EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
+"""Names of the modules before and after the layers, in most models."""
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -55,6 +58,35 @@ class GeneralDecoder:
 
 
 @dataclass(frozen=True)
+class DistanceBuckets:
+    """The distances between two tokens that share a bias of scores, as in T5 (arXiv:1910.10683).
+
+    Half of the buckets are for the shortest distances, one bucket each. The others grow with the logarithm of the
+    distance up to `max_distance`, and the last has all longer distances.
+    """
+
+    num_buckets: int
+    max_distance: int
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """The numbers in which an encoder differs from its decoder, and the names of the weights that both share.
+
+    num_layers: layer i of the encoder has the number i + the decoder's layers.
+    distances: of the biases of scores in encoder and decoder; None for a model that embeds positions.
+    embeddings: the module of the embeddings. copies: modules whose weight is the same.
+    """
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    embeddings: str
+    copies: tuple[str, ...]
+    distances: DistanceBuckets | None = None
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The numbers of a decoder that the KV cache, the adapters and the families' layers read.
 
@@ -68,7 +100,7 @@ class ModelConfig:
     embedding_scale, residual_scale, logit_scale: factors of embeddings, of each update of the residual stream, and of
         logits.
     end_token_ids: of config.json and generation_config.json, tokens of the vocabulary.
-    source: None for a model without an encoder. The other numbers are the decoder's.
+    source, encoder: None for a model without an encoder. The other numbers are the decoder's.
     general: None for a model whose layers are the engine's own. With it, fields that only those layers read are empty.
     """
 
@@ -103,6 +135,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     general: GeneralDecoder | None = None
     source: SourceFacts | None = None
+    encoder: Encoder | None = None
 
     @property
     def implementation(self) -> Literal["native", "transformers"]:
@@ -112,12 +145,20 @@ class ModelConfig:
     @property
     def embeddings_name(self) -> str:
         """The module of the embeddings."""
-        return "model.embed_tokens" if self.general is None else self.general.embeddings
+        if self.encoder is not None:
+            return self.encoder.embeddings
+        return EMBEDDINGS if self.general is None else self.general.embeddings
+
+    @property
+    def embedding_copies(self) -> tuple[str, ...]:
+        """The modules whose weight is that of the embeddings, so that a checkpoint may have it once or more often."""
+        head = (self.head_name,) if self.tie_word_embeddings else ()
+        return head if self.encoder is None else (*head, *self.encoder.copies)
 
     @property
     def head_name(self) -> str:
         """The module of the head."""
-        return "lm_head" if self.general is None else self.general.head
+        return HEAD if self.general is None else self.general.head
 
     @property
     def q_size(self) -> int:
@@ -170,6 +211,78 @@ def decoder_config(path: Path, raw: Mapping[str, Any], fields: Mapping[str, Any]
         mlp_bias=bool(fields.get("mlp_bias")),
         activation=_activation(fields),
     )
+
+
+def encoder_decoder_config(
+    path: Path,
+    raw: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    architecture: str,
+    encoder: Encoder,
+    max_source_tokens: int | None,
+    *,
+    num_layers: int,
+    num_heads: int,
+    **numbers: Any,
+) -> ModelConfig:
+    """The numbers of an encoder-decoder model.
+
+    raw, fields: as in `decoder_config`. max_source_tokens: None for a model without an end of positions.
+    num_layers, num_heads: of the decoder. numbers: the fields of `ModelConfig` that families read differently.
+    Raises ConfigError.
+    """
+    for name, supported in (("is_encoder_decoder", True), ("is_decoder", False)):
+        if raw.get(name, supported) is not supported:
+            raise ConfigError(f"config.json: {name} {raw[name]!r} is not supported for {architecture}")
+    vocab_size = fields["vocab_size"]
+    return ModelConfig(
+        architecture=architecture,
+        num_layers=num_layers,
+        hidden_size=fields["d_model"],
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        vocab_size=vocab_size,
+        ropes={},
+        layer_ropes=(None,) * num_layers,
+        sliding_window=(None,) * num_layers,
+        tie_word_embeddings=True,
+        dtype=read_dtype(raw),
+        end_token_ids=read_end_token_ids(path, raw, vocab_size),
+        sites=config_sites({"model_type": raw["model_type"], **fields}),
+        source=_source_facts(path, raw, fields, max_source_tokens),
+        encoder=encoder,
+        **numbers,
+    )
+
+
+def read_size(fields: Mapping[str, Any], name: str) -> int:
+    """A size of a model. Raises ConfigError for anything but a positive whole number."""
+    value = fields[name]
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"config.json: {name} {value!r} must be a positive whole number")
+    return value
+
+
+def _source_facts(path: Path, raw: Mapping[str, Any], fields: Mapping[str, Any], max_tokens: int | None) -> SourceFacts:
+    """The tokens that begin an answer: generation_config.json's, else config.json's, else those of the model type."""
+    generation = path / "generation_config.json"
+    sources = [read_json(generation) if generation.is_file() else {}, raw, fields]
+
+    def token(name: str) -> int | None:
+        value = next((value for source in sources if (value := source.get(name)) is not None), None)
+        if value is not None and (type(value) is not int or not 0 <= value < fields["vocab_size"]):
+            raise ConfigError(
+                f"{name} of {path} must be a token of the vocabulary of {fields['vocab_size']}, got {value}"
+            )
+        return value
+
+    start = token("decoder_start_token_id")
+    if start is None:
+        start = token("bos_token_id")  # as transformers' generate
+    if start is None:
+        raise ConfigError(f"{path}: decoder_start_token_id is missing from config.json: nothing begins an answer")
+    pad = token("pad_token_id")
+    return SourceFacts(max_tokens, start, token("forced_bos_token_id"), start if pad is None else pad)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 To add one: a file with a function that adds the family's numbers to a `ModelConfig`, and an `Architecture` whose layers
 are made of the pieces in `layers.py` or are a class of their own; a row in `FAMILIES`; a row in
 `multilora_wire.config_sites` if its MLPs are not Llama's; a tiny random model of it in
-tests/engine/models/test_decoder.py and tests/engine/test_parity.py, which compare with transformers and PEFT.
+tests/engine/models/test_decoder.py and tests/engine/test_parity.py, which compare with transformers and PEFT. A family
+with an encoder has its row in `ENCODER_DECODERS`, and its tiny model in tests/support/encoder_decoders.py.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any
 
 from multilora_engine.config import ModelImplementation
 from multilora_engine.errors import ConfigError
-from multilora_engine.models import cohere2, gemma, glm4, gpt_oss, llama, moe, olmo2, phi3, starcoder2
+from multilora_engine.models import bart, cohere2, gemma, glm4, gpt_oss, llama, moe, olmo2, phi3, starcoder2, t5
 from multilora_engine.models.decoder import Architecture, Decoder
+from multilora_engine.models.encoder_decoder import EncoderDecoder, EncoderDecoderArchitecture
 from multilora_engine.models.hf_config import begin_completing
 from multilora_engine.models.model import Model
 from multilora_engine.models.model_config import (
@@ -48,6 +50,19 @@ class Family:
     may_turn_in_part: bool = False
 
 
+@dataclass(frozen=True)
+class EncoderDecoderFamily:
+    """model_type: the field of config.json beside the architecture's name.
+
+    read: gets the directory, the fields of config.json as they are and completed, and the architecture's name. It
+        returns the family's numbers.
+    """
+
+    model_type: str
+    architecture: EncoderDecoderArchitecture
+    read: Callable[[Path, Mapping[str, Any], Mapping[str, Any], str], ModelConfig]
+
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", llama.LLAMA),
     "MistralForCausalLM": Family("mistral", llama.LLAMA),
@@ -69,7 +84,18 @@ FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": Family("mixtral", moe.MIXTRAL, moe.read_mixtral),
     "GptOssForCausalLM": Family("gpt_oss", gpt_oss.GPT_OSS, gpt_oss.read),
 }
-"""The families by the name in `architectures` of config.json."""
+"""The families of decoders by the name in `architectures` of config.json."""
+
+ENCODER_DECODERS: dict[str, EncoderDecoderFamily] = {
+    "T5ForConditionalGeneration": EncoderDecoderFamily("t5", t5.T5, t5.read),
+    "MT5ForConditionalGeneration": EncoderDecoderFamily("mt5", t5.T5, t5.read),
+    "BartForConditionalGeneration": EncoderDecoderFamily("bart", bart.BART, bart.read),
+    "MBartForConditionalGeneration": EncoderDecoderFamily("mbart", bart.MBART, bart.read),
+}
+"""The families of models with an encoder."""
+
+_MODEL_TYPES = {name: family.model_type for name, family in (FAMILIES | ENCODER_DECODERS).items()}
+"""The field of config.json beside the architecture's name."""
 
 
 def read_model_config(path: Path, implementation: ModelImplementation = "native") -> ModelConfig:
@@ -94,6 +120,8 @@ def begin_model_config(path: Path, implementation: ModelImplementation = "native
 
 
 def _model_config(path: Path, raw: Mapping[str, Any], name: str, fields: Mapping[str, Any]) -> ModelConfig:
+    if name in ENCODER_DECODERS:
+        return ENCODER_DECODERS[name].read(path, raw, fields, name)
     config = FAMILIES[name].read(fields, decoder_config(path, raw, fields, name))
     check_shape(config)
     if not FAMILIES[name].may_turn_in_part:
@@ -114,6 +142,8 @@ def build_model(config: ModelConfig, weights: WeightFormat, tensor_names: Iterab
         from multilora_engine.models.general.model import GeneralModel
 
         return GeneralModel(config, config.general, weights, tensor_names)
+    if config.encoder is not None:
+        return EncoderDecoder(config, ENCODER_DECODERS[config.architecture].architecture, weights)
     return Decoder(config, FAMILIES[config.architecture].architecture, weights)
 
 
@@ -129,8 +159,7 @@ def _is_native(raw: Mapping[str, Any]) -> bool:
     """Whether the engine has layers of its own for one of the `architectures`."""
     names = raw.get("architectures")
     return isinstance(names, list) and any(
-        isinstance(name, str) and name in FAMILIES and FAMILIES[name].model_type == raw.get("model_type")
-        for name in names
+        isinstance(name, str) and name in _MODEL_TYPES and _MODEL_TYPES[name] == raw.get("model_type") for name in names
     )
 
 
@@ -139,11 +168,11 @@ def _architecture_name(raw: dict[str, Any]) -> str:
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"config.json: architectures must be a list of names, got {names!r}")
-    known = [name for name in names if name in FAMILIES and FAMILIES[name].model_type == raw.get("model_type")]
+    known = [name for name in names if name in _MODEL_TYPES and _MODEL_TYPES[name] == raw.get("model_type")]
     if len(known) != 1 or len(names) != 1:
         raise ConfigError(
             f"config.json: architectures {names} with model_type {raw.get('model_type')!r} is not supported; "
-            f"supported are: {', '.join(FAMILIES)}"
+            f"supported are: {', '.join(_MODEL_TYPES)}"
         )
     return str(known[0])
 

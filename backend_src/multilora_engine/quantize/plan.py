@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.checkpoint import Checkpoint, checkpoint_files, opened
-from multilora_engine.models.decoder import EMBEDDINGS
-from multilora_engine.models.model_config import read_json
+from multilora_engine.models.model_config import EMBEDDINGS, read_json
 from multilora_engine.models.registry import read_model_config
 from multilora_engine.quantize.schemes import EMBEDDINGS_OF_8_BITS, HEAD, HEAD_OF_8_BITS, LINEAR, PER_OUTPUT, Scheme
 
@@ -76,7 +75,10 @@ def make_plan(source: Path, scheme: Scheme, options: OuterOptions) -> Plan:
     missing, has another shape or belongs to no linear or embedding, if a tied head differs from the embeddings, or if
     the group size does not divide the inputs of all linears.
     """
-    is_tied = read_model_config(source).tie_word_embeddings
+    config = read_model_config(source)
+    if config.encoder is not None:
+        raise ConfigError(f"{source} is a model with an encoder ({config.architecture}); these are served as they are")
+    is_tied = config.tie_word_embeddings
     _refuse_quantized(source)
     if is_tied and options.has_coded_embeddings and options.head == "none":
         raise ConfigError(f"{source}: its head is its embeddings; leave --head none or --embeddings w8a16 out")

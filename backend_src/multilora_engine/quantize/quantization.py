@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from multilora_engine.models.checkpoint import checkpoint_files
-from multilora_engine.models.decoder import EMBEDDINGS
+from multilora_engine.models.model_config import EMBEDDINGS
 from multilora_engine.quantize.calibration import round_calibrated
 from multilora_engine.quantize.checkpoint import check_output, dequantized_weights, write_checkpoint
 from multilora_engine.quantize.measure import load_float_model, perplexity, replace_weights
