@@ -89,6 +89,14 @@ class EngineConfig(BaseModel):
             description="Tokens of one step: decodes first, then prompts in chunks. 0: 2048 on a GPU, 256 on a CPU.",
         ),
     ] = 0
+    max_num_encoder_tokens: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Tokens that an encoder reads in one step; a longer source is refused. 0: "
+            "`max_num_batched_tokens`.",
+        ),
+    ] = 0
     max_queue_size: Annotated[
         int, Field(ge=1, description="Most requests that may wait; more are refused with UNAVAILABLE.")
     ] = 4096
@@ -324,7 +332,9 @@ def on_device(config: EngineConfig, device: str) -> EngineConfig:
     A GPU's `enable_cuda_graphs` stays `auto` until the graphs have been tried. device: "cpu", "cuda" or "cuda:0".
     """
     is_gpu = device.startswith("cuda")
-    num_tokens = max(config.max_num_seqs, _GPU_STEP_TOKENS if is_gpu else CPU_STEP_TOKENS)
+    num_tokens = config.max_num_batched_tokens or max(
+        config.max_num_seqs, _GPU_STEP_TOKENS if is_gpu else CPU_STEP_TOKENS
+    )
     max_loras = config.max_num_seqs if is_gpu else _CPU_MAX_LORAS
     lora = config.lora.model_copy(update={"max_loras": config.lora.max_loras or max_loras})
     has_auto_scheduling, has_auto_graphs = (
@@ -332,7 +342,8 @@ def on_device(config: EngineConfig, device: str) -> EngineConfig:
     )
     return config.model_copy(
         update={
-            "max_num_batched_tokens": config.max_num_batched_tokens or num_tokens,
+            "max_num_batched_tokens": num_tokens,
+            "max_num_encoder_tokens": config.max_num_encoder_tokens or num_tokens,
             "lora": lora,
             "enable_async_scheduling": is_gpu if has_auto_scheduling else config.enable_async_scheduling,
             "enable_cuda_graphs": False if has_auto_graphs and not is_gpu else config.enable_cuda_graphs,

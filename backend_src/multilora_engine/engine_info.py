@@ -90,6 +90,10 @@ class SourceFacts:
     forced_first_token_id: int | None
     pad_token_id: int
 
+    def longest(self, max_num_encoder_tokens: int) -> int:
+        """Tokens of the longest source, where a step encodes so many tokens at most."""
+        return min(max_num_encoder_tokens, self.max_tokens or max_num_encoder_tokens)
+
 
 @dataclass(frozen=True)
 class EngineInfo:

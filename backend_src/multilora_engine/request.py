@@ -198,6 +198,11 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     lora_expected_digest: str = ""
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the text that the request brings, as clients are told them: of the source if there is one."""
+        return len(self.source_token_ids or self.prompt_token_ids)
+
+    @property
     def task_id(self) -> TaskId | None:
         """The adapter to use, as the engine knows it."""
         return None if self.lora_task_id is None else scoped_task_id(self.adapter_tenant, self.lora_task_id)

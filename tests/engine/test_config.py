@@ -134,8 +134,10 @@ def test_what_is_written_stays_and_what_is_not_depends_on_the_device(
     config = EngineConfig.model_validate({"model_path": tmp_path, "max_num_seqs": 64, **options})
     resolved = on_device(config, device)
     assert (resolved.max_num_batched_tokens, resolved.lora.max_loras) == expected
+    assert resolved.max_num_encoder_tokens == resolved.max_num_batched_tokens
     numbers = {
         "max_num_batched_tokens": True,
+        "max_num_encoder_tokens": True,
         "lora": {"max_loras"},
         "enable_async_scheduling": True,
         "enable_cuda_graphs": True,

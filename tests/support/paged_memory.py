@@ -31,6 +31,19 @@ class PoisonedBlocks(BlockAllocator):
             if position >= start:
                 self.slots[self._slot(sequence, position)] = content
 
+    def encode(self, sequence: Sequence) -> None:
+        """Compute the sequence's source."""
+        assert sequence.source is not None
+        for position, content in enumerate(_source_contents(sequence)):
+            slot = self._source_slot(sequence, position)
+            assert self.slots[slot] is None, "a source is written once"
+            self.slots[slot] = content
+
+    def check_source(self, sequence: Sequence) -> None:
+        """The whole source is where the sequence looks for it."""
+        found = [self.slots[self._source_slot(sequence, position)] for position in range(len(_source_of(sequence)))]
+        assert found == _source_contents(sequence), f"{sequence.request.request_id} reads another source"
+
     def check_read(self, sequence: Sequence, end: int) -> None:
         """The tokens 0 .. end - 1 are where the sequence looks for them."""
         found = [self.slots[self._slot(sequence, position)] for position in range(end)]
@@ -43,10 +56,25 @@ class PoisonedBlocks(BlockAllocator):
     def _slot(self, sequence: Sequence, position: int) -> int:
         return sequence.block_table[position // self.block_size] * self.block_size + position % self.block_size
 
+    def _source_slot(self, sequence: Sequence, position: int) -> int:
+        assert sequence.source is not None
+        return sequence.source.block_table.slot(position, self.block_size)
+
+
+def _source_of(sequence: Sequence) -> list[int]:
+    return sequence.request.source_token_ids
+
+
+def _source_contents(sequence: Sequence) -> list[Content | None]:
+    """Of a source each token depends on all."""
+    digest = "" if sequence.adapter is None else sequence.adapter.digest
+    whole = hash((sequence.request.sender.tenant, digest, tuple(_source_of(sequence))))
+    return [(digest, hash((whole, position)), token) for position, token in enumerate(_source_of(sequence))]
+
 
 def _contents(sequence: Sequence, end: int) -> list[Content | None]:
     contents: list[Content | None] = []
-    past = hash(sequence.request.sender.tenant)
+    past = hash((sequence.request.sender.tenant, *_source_contents(sequence)))
     known = sequence.token_ids(0, end)
     for position, token in enumerate([*known, *[NEXT_TOKEN] * (end - len(known))]):
         is_base = sequence.adapter is None or position < sequence.lora_start

@@ -280,7 +280,7 @@ class FairQueue:
     def add(self, sequence: Sequence) -> None:
         """A new sequence, whose account opens."""
         request = sequence.request
-        num_tokens = request.num_tokens_ahead + len(request.prompt_token_ids)
+        num_tokens = request.num_tokens_ahead + request.num_prompt_tokens
         sequence.place = sequence.arrival + num_tokens // TOKENS_OF_A_PLACE
         self._accounts.open(sequence)
         self._wait(sequence)
@@ -337,6 +337,7 @@ class FairQueue:
         """Every sequence waits in one place and has an account. running: the sequences that were taken."""
         assert not self._set_aside
         assert all(s.status is SequenceStatus.WAITING and not s.block_table.length for s in self)
+        assert not any(s.source is not None and s.source.block_table.length for s in self)
         found = [sequence for waiting in self._priorities.values() for sequence in waiting.sequences()]
         assert len(found) == len(self._waiting)
         assert set(found) == self._waiting

@@ -38,7 +38,7 @@ from multilora_engine.request import GenerationRequest, SamplingParams, TokenOut
 from multilora_engine.sampling.logits import bias_tensors, end_tokens
 from multilora_engine.sequences.beam_search import BeamSearch
 from multilora_engine.sequences.prompt_log_probs import PromptLogProbs
-from multilora_engine.sequences.sequence import PromptReport, Sequence, SequenceStatus, Times
+from multilora_engine.sequences.sequence import PromptReport, Sequence, SequenceStatus, Source, Times
 from multilora_engine.text.text_stream import TextStream
 from multilora_engine.text.tokenizer import Tokenizer
 
@@ -119,6 +119,7 @@ class NewSequences:
             times=Times(arrival_ns=time.monotonic_ns()),
             bias=bias_tensors(request.sampling, self.device),
             has_host_work=has_host_work(request.sampling),
+            source=Source(request.source_token_ids) if request.source_token_ids else None,
             search=self._search(request, text),
             prompt_report=PromptReport(log_probs=_prompt_log_probs(request)),
         )

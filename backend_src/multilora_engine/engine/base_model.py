@@ -93,7 +93,7 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
         # Before any step, so that an operator that fails is named.
         check_operators(model, tables, kv_dtype, config)
         if device.type == "cuda":
-            has_graphs = may_have_graphs(config, device)
+            has_graphs = may_have_graphs(config, device, model_config)
             trial = config.model_copy(update={"enable_cuda_graphs": has_graphs})
             with faults_named("a trial of the largest steps", device):
                 step_bytes = _measure_steps(model, trial, tables, kv_dtype)
@@ -124,6 +124,7 @@ def restricted_sites(sites: ModelSites, names: Collection[str]) -> ModelSites:
 
 def describe_engine(config: EngineConfig, base: BaseModel) -> EngineInfo:
     """The facts about an engine that its fronts need."""
+    source = base.config.source
     return EngineInfo(
         model_path=str(config.model_path),
         tokenizer_path=str(base.tokenizer_path),
@@ -141,6 +142,7 @@ def describe_engine(config: EngineConfig, base: BaseModel) -> EngineInfo:
         dtype=dtype_name(base.dtype),
         kv_cache_dtype=dtype_name(base.plan.kv_dtype),
         model_implementation=base.config.implementation,
+        source=source and replace(source, max_tokens=source.longest(config.max_num_encoder_tokens)),
         version=read_version(),
         clients=ClientPolicy.of(config),
     )

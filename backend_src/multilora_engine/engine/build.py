@@ -151,14 +151,14 @@ def build_model_runner(
     loras: DeviceTier,
 ) -> ModelRunner:
     """Raises GraphFault."""
-    has_graphs = may_have_graphs(config, device)
+    has_graphs = may_have_graphs(config, device, model.config)
     group = only_group(model.kv_groups)
     num_slots = (plan.num_blocks + has_graphs) * config.block_size
     shape = group.cache_shape(num_slots, plan.kv_dtype)
     kv_cache = KVCache(_zeros(shape, plan.kv_dtype, device), _zeros(shape, plan.kv_dtype, device))
     if device.type == "cuda":
         max_sizes = (config.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len)
-        warm_up(model, kv_cache, loras.tables, *max_sizes, config.block_size)
+        warm_up(model, kv_cache, loras.tables, *max_sizes, config.block_size, config.max_num_encoder_tokens)
     graphs = capture_graphs(model, kv_cache, config, plan, loras.tables) if has_graphs else None
     pieces = None
     if has_graphs and model.config.general is None:
@@ -171,9 +171,9 @@ def build_model_runner(
     return ModelRunner(model, kv_cache, config.block_size, loras, graphs, pieces, memory, counts)
 
 
-def may_have_graphs(config: EngineConfig, device: torch.device) -> bool:
-    """Whether steps are to be captured as CUDA graphs."""
-    return config.enable_cuda_graphs is not False and device.type == "cuda"
+def may_have_graphs(config: EngineConfig, device: torch.device, model: ModelConfig) -> bool:
+    """Whether steps are to be captured as CUDA graphs. The steps of encoder-decoder models are not."""
+    return config.enable_cuda_graphs is not False and device.type == "cuda" and model.source is None
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

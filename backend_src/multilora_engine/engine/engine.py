@@ -25,11 +25,11 @@ from multilora_engine.engine.pace import Pace, StepWork
 from multilora_engine.engine.request_limits import RequestLimits
 from multilora_engine.engine.scheduler import PromptWaits, Scheduler
 from multilora_engine.engine.unpacked_weights import UnpackedWeights
-from multilora_engine.errors import Cancelled, InternalError, RequestError
+from multilora_engine.errors import Cancelled, InternalError, InvalidRequest, RequestError
 from multilora_engine.guides.guided import GuideCompiler
 from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.adapter_sets import AdapterSets
-from multilora_engine.lora.layout import PackedAdapter
+from multilora_engine.lora.layout import AdapterTraits, PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId, label_of
 from multilora_engine.lora.preload import preload_adapters
@@ -90,7 +90,7 @@ class Engine:
         self.lora_events = AdapterEventLog(_NUM_LORA_EVENTS)
         self._ropes = AdapterRopes(base.config.ropes)
         self._loras = build_lora_manager(
-            config, base.layout, base.plan, base.device, self.lora_events, lambda traits: self._ropes.check(traits.rope)
+            config, base.layout, base.plan, base.device, self.lora_events, partial(_check_traits, base, self._ropes)
         )
         if config.lora.lora_prefetch_dir is not None:
             preload_adapters(config.lora.lora_prefetch_dir, self._loras, base.layout)
@@ -107,6 +107,7 @@ class Engine:
             self._loras.memory,
             config.max_num_seqs,
             config.max_num_batched_tokens,
+            config.max_num_encoder_tokens,
             self._pace,
             accounts,
             PromptWaits(),
@@ -261,6 +262,8 @@ class Engine:
             max_beam_width=min(self.info.limits.max_beam_width, config.max_num_seqs),
             num_blocks=base.plan.num_blocks,
             block_size=config.block_size,
+            source=self.info.source,
+            max_num_encoder_tokens=config.max_num_encoder_tokens,
         )
         return Admission(
             NewSequences(base.tokenizer, limits, base.config.end_token_ids, base.device),
@@ -394,6 +397,16 @@ class Engine:
             self._admission.withdraw(sequence)
             outputs.append(error_output(sequence.request, error))
         return outputs
+
+
+def _check_traits(base: BaseModel, ropes: AdapterRopes, traits: AdapterTraits) -> None:
+    """Raises InvalidRequest for an adapter that the model cannot have."""
+    if base.config.source is None:
+        ropes.check(traits.rope)
+    elif traits.rope or traits.invocation_tokens:
+        names = {"rotary embeddings of its own": traits.rope, "alora_invocation_tokens": traits.invocation_tokens}
+        named = " and ".join(name for name, is_given in names.items() if is_given)
+        raise InvalidRequest(f"the adapter has {named}, which an encoder-decoder model does not take")
 
 
 def _adapter_label(sequence: Sequence) -> str:

@@ -138,6 +138,14 @@ def plan_memory(
     max_model_len = _max_model_len(config, model, num_blocks)
     plan = MemoryPlan(num_blocks, kv_dtype, num_host_pages, num_device_pages, max_model_len, spare_bytes)
     _report(plan, config, layout, device)
+    if model.source is not None:
+        longest, token_bytes = model.source.longest(config.max_num_encoder_tokens), kv_bytes_per_token(model, kv_dtype)
+        _logger.info(
+            "a source takes %d bytes of the KV cache for each of its tokens, once; the longest, of %d tokens, %.2f MiB",
+            token_bytes,
+            longest,
+            longest * token_bytes / (1 << 20),
+        )
     return plan
 
 

@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from multilora_engine.engine.engine_stats import PaceStats
-from multilora_engine.sequences.sequence import ScheduledSequence, Sequence
+from multilora_engine.sequences.sequence import ScheduledSequence, Sequence, Source
 
 _TARGET_MULTIPLE = 2.5
 """Without a target in seconds, a step may take so many times as long as the running answers' own tokens."""
@@ -49,7 +49,9 @@ is so many times shorter tells that the steps before it were the odd ones: a mac
 
 
 class StepWork(NamedTuple):
-    """The tokens of a step. num_own: of answers. num_more: of prompts (by price), and of answers that take turns."""
+    """The tokens of a step. num_own: of answers. num_more: of prompts (by price), of sources, and of answers that take
+    turns.
+    """
 
     num_own: int
     num_more: int
@@ -59,9 +61,9 @@ class StepTimes:
     """How long steps take, by two moving averages: the seconds of a step that has answers alone, and the seconds that
     each token more takes.
 
-    A token more is one of a prompt, or of an answer that takes turns. Such work of other clients may be dear, and must
-    not count as the time of the answers' own tokens: all other answers would wait for it. That is why a step without
-    any of it is measured now and then.
+    A token more is one of a prompt, of a source, or of an answer that takes turns. Such work of other clients may be
+    dear, and must not count as the time of the answers' own tokens: all other answers would wait for it. That is why a
+    step without any of it is measured now and then.
     """
 
     def __init__(self) -> None:
@@ -109,7 +111,8 @@ class StepTimes:
 class Step:
     """A step in the making: the scheduled sequences, how many tokens of the budget are left, and how much time.
 
-    answers: that get a token in it. turns: the answers that have a turn, in the order of their turns.
+    answers: that get a token in it. turns: the answers that have a turn, in the order of their turns. source_budget:
+    tokens of sources that may still be encoded.
     """
 
     def __init__(
@@ -122,11 +125,13 @@ class Step:
     ) -> None:
         """budget: tokens. num_tokens: of prompts. A first prompt may compute `least` whatever that is."""
         self.budget = budget
+        self.source_budget = 0
         self.answers = answers
         self.turns = list(turns)
         self._num_tokens = num_tokens
         self._least = least
         self._scheduled: dict[Sequence, ScheduledSequence] = {}
+        self._sources: set[Source] = set()
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._scheduled
@@ -140,26 +145,45 @@ class Step:
         """Whether there is time for one more token of a prompt."""
         return self._num_tokens >= 1 or self._least > 0
 
-    def room_for(self, sequence: Sequence) -> int:
-        """How many tokens of its prompt a sequence may compute."""
-        return int(min(self.budget, max(self._least, self._num_tokens / _price(sequence))))
+    def room_for(self, sequence: Sequence, num_source_tokens: int = 0) -> int:
+        """How many tokens of its prompt a sequence may compute, none if its source cannot be encoded before.
+
+        A source cannot be cut: the first one is encoded whatever time it takes. num_source_tokens: 0 if the source is
+        computed or known, or if there is none.
+        """
+        left = self._num_tokens - num_source_tokens
+        if num_source_tokens > self.source_budget or (left < 1 and not self._least):
+            return 0
+        return int(min(self.budget, max(self._least, left / _price(sequence))))
 
     def take_time(self, sequence: Sequence, num_tokens: int) -> None:
-        """So many tokens of a sequence's prompt are going to be added."""
-        self._num_tokens = max(0.0, self._num_tokens - num_tokens * _price(sequence))
+        """So many tokens of a sequence's prompt are going to be added, and its source is going to be encoded."""
+        num_source_tokens = sequence.num_missing_source_tokens
+        self._num_tokens = max(0.0, self._num_tokens - num_source_tokens - num_tokens * _price(sequence))
         self._least = 0
 
-    def add(self, sequence: Sequence, num_tokens: int) -> None:
+    def add(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+        """Compute so many tokens. The first beam that is added of a search has the source encoded."""
         start = sequence.num_computed_tokens
         is_sampled = start + num_tokens == sequence.num_tokens
-        self._scheduled[sequence] = ScheduledSequence(sequence, start, num_tokens, is_sampled)
+        source = sequence.source
+        encodes_source = source is not None and not source.is_computed and source not in self._sources
+        added = ScheduledSequence(sequence, start, num_tokens, is_sampled, encodes_source)
+        self._scheduled[sequence] = added
         self.budget -= num_tokens
+        if encodes_source and source is not None:
+            self._sources.add(source)
+            self.source_budget -= added.num_source_tokens
+        return added
 
     def remove(self, sequence: Sequence) -> None:
         for beam in sequence.beams:
             scheduled = self._scheduled.pop(beam, None)
             if scheduled is not None:
                 self.budget += scheduled.num_tokens
+                self.source_budget += scheduled.num_source_tokens
+                if sequence.source is not None:
+                    self._sources.discard(sequence.source)
 
 
 class Pace:
@@ -173,6 +197,8 @@ class Pace:
     Where several clients have running answers, and some hold more than their shares by weight, the answers of these
     take turns, so that the answers of all others need not wait for all of them. The target is then a multiple of the
     time that the clients within their shares take.
+
+    A source takes its tokens' time. It is encoded whole, so that a step with a long one takes longer than the target.
 
     A step lasts from its scheduling until its outputs have left: for all of that time the next one has to wait. Where
     steps are launched before the last one is read, a step begins when the outputs of the one before have left.
@@ -237,7 +263,7 @@ class Pace:
 
     def finish(self, step: Step) -> float:
         """A planned step has been scheduled. The seconds of it that do not grow with its tokens, for each token."""
-        num_tokens = [one.num_tokens for one in step.sequences]
+        num_tokens = [one.num_tokens + one.num_source_tokens for one in step.sequences]
         num_answers = num_tokens.count(1)
         self._num_limited_steps += not step.has_time and num_answers < len(num_tokens)
         rest_s = self.times.own_s(num_answers) - num_answers * self.times.token_s
@@ -249,7 +275,8 @@ class Pace:
         num_answers = len(step) - len(prompts)
         num_turns = sum(one.num_tokens == 1 and one.sequence in self._over for one in step) if self._over else 0
         num_prompt_tokens = sum(one.num_tokens * _price(one.sequence) for one in prompts)
-        work = StepWork(num_answers - num_turns, num_turns + num_prompt_tokens)
+        num_source_tokens = sum(one.num_source_tokens for one in step)
+        work = StepWork(num_answers - num_turns, num_turns + num_prompt_tokens + num_source_tokens)
         self._num_unmeasured = self._num_unmeasured + 1 if work.num_own and work.num_more else 0
         self._over = frozenset()
         return work

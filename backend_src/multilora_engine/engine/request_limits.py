@@ -10,6 +10,7 @@ from operator import itemgetter
 
 import numpy as np
 
+from multilora_engine.engine_info import SourceFacts
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.sequences.beam_search import check_beam_sampling
@@ -50,7 +51,10 @@ of a step overflows."""
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """max_model_len: tokens of a prompt and its answer. num_blocks, of block_size tokens each: the whole KV cache."""
+    """max_model_len: tokens of a prompt and its answer. num_blocks, of block_size tokens each: the whole KV cache.
+
+    source: as of `EngineInfo`. max_num_encoder_tokens: of the sources of one step.
+    """
 
     max_model_len: int
     vocab_size: int
@@ -58,22 +62,21 @@ class RequestLimits:
     max_beam_width: int
     num_blocks: int
     block_size: int
+    source: SourceFacts | None = None
+    max_num_encoder_tokens: int = 0
 
     def check(self, request: GenerationRequest) -> None:
         """Raises InvalidRequest for a request that this engine can never serve."""
-        prompt, sampling = request.prompt_token_ids, request.sampling
+        prompt, sampling, vocab_size = request.prompt_token_ids, request.sampling, self.vocab_size
+        self._check_source(request)
+        name, field = ("prompt", "input_ids") if self.source is None else ("decoder's text", "decoder_input_ids")
         if not prompt:
-            raise InvalidRequest("the prompt is empty: it has no tokens")
+            raise InvalidRequest(f"the {name} is empty: it has no tokens")
         if len(prompt) + min(1, sampling.max_tokens) > self.max_model_len:
             is_cache = self.max_model_len == self.num_blocks * self.block_size
             limit = f"{self.max_model_len}{', all that kv_cache_memory_bytes has room for' if is_cache else ''}"
-            raise InvalidRequest(f"the prompt has {len(prompt)} tokens and max_model_len is {limit}: no room to answer")
-        vocab_size = self.vocab_size
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            position = next(i for i, token_id in enumerate(prompt) if not 0 <= token_id < vocab_size)
-            raise InvalidRequest(
-                f"input_ids holds {prompt[position]} at position {position}, expected 0 .. {vocab_size - 1}"
-            )
+            raise InvalidRequest(f"the {name} has {len(prompt)} tokens and max_model_len is {limit}: no room to answer")
+        _check_text(field, prompt, vocab_size)
         if request.lora_start is not None:
             _check_lora_start(request.lora_start, request)
         if request.lora_expected_digest and request.lora_task_id is None:
@@ -88,6 +91,27 @@ class RequestLimits:
         self._check_logits_size(request)
         if sampling.beam_width != 1:
             self._check_beams(request)
+        self._check_blocks(request)
+
+    def _check_source(self, request: GenerationRequest) -> None:
+        source = request.source_token_ids
+        if self.source is None:
+            if source:
+                raise InvalidRequest(
+                    f"the request has a source of {len(source)} tokens for an encoder, and the model has none"
+                )
+            return
+        if not source:
+            raise InvalidRequest("the source is empty: the encoder needs at least one token")
+        if self.source.max_tokens is not None and len(source) > self.source.max_tokens:
+            is_budget = self.source.max_tokens == self.max_num_encoder_tokens
+            limit = "max_num_encoder_tokens is" if is_budget else "the encoder's positions are"
+            raise InvalidRequest(f"the source has {len(source)} tokens and {limit} {self.source.max_tokens}")
+        _check_text("input_ids", source, self.vocab_size)
+        if request.lora_start is not None:
+            raise InvalidRequest(
+                f"lora_start is {request.lora_start}, and an adapter of an encoder-decoder model computes all tokens"
+            )
 
     def _check_logits_size(self, request: GenerationRequest) -> None:
         sampling = request.sampling
@@ -109,17 +133,33 @@ class RequestLimits:
                 "max_num_seqs"
             )
         check_beam_sampling(request.sampling)
+
+    def _check_blocks(self, request: GenerationRequest) -> None:
+        """A sequence alone always has room, since max_model_len has."""
+        width, num_source_tokens = request.sampling.beam_width, len(request.source_token_ids)
+        if width == 1 and not num_source_tokens:
+            return
         num_tokens = len(request.prompt_token_ids) + self.max_output_tokens(request)
-        num_blocks = width * -(-num_tokens // self.block_size)
+        num_blocks = width * -(-num_tokens // self.block_size) - (-num_source_tokens // self.block_size)
         if num_blocks > self.num_blocks:
+            source = f"a source of {num_source_tokens} tokens and " if num_source_tokens else ""
             raise InvalidRequest(
-                f"{width} beams of up to {num_tokens} tokens may need {num_blocks} blocks of the KV cache, which has "
-                f"{self.num_blocks}; ask for fewer beams or max_tokens"
+                f"{source}{width} beams of up to {num_tokens} tokens may need {num_blocks} blocks of the KV cache, "
+                f"which has {self.num_blocks}; ask for fewer beams or max_tokens"
             )
 
     def max_output_tokens(self, request: GenerationRequest) -> int:
         """The number of tokens that the request asks for, or that there is room for behind its prompt."""
         return min(request.sampling.max_tokens, self.max_model_len - len(request.prompt_token_ids))
+
+
+def _check_text(field: str, token_ids: list[int], vocab_size: int) -> None:
+    """Raises InvalidRequest for a token that is not in the vocabulary. field: as clients know it."""
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        position = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
+        raise InvalidRequest(
+            f"{field} holds {token_ids[position]} at position {position}, expected 0 .. {vocab_size - 1}"
+        )
 
 
 def _check_lora_start(start: int, request: GenerationRequest) -> None:

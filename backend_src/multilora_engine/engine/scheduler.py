@@ -99,7 +99,9 @@ class Skipped:
 class Scheduler:
     """Continuous batching with chunked prefill, preemption by recompute and adapter-aware admission.
 
-    A step has a budget of `max_num_batched_tokens`. Running sequences that decode come first; the rest goes to
+    A step has a budget of `max_num_batched_tokens`. A source is encoded whole in the step in which its prompt starts;
+    the sources of a step have a budget of their own, `max_num_encoder_tokens`, and wait for it in the queue's order. A
+    source that the cache still holds is not encoded again. Running sequences that decode come first; the rest goes to
     prompts, running and waiting ones, in the order of `FairQueue`: a long prompt that has begun does not hold
     up a short one, nor one of a client that has used less. Of the prompts that run, the one that started first goes
     before all others when it got nothing in the last step, so that it always comes to its end. A waiting sequence whose
@@ -133,6 +135,7 @@ class Scheduler:
         loras: MemoryTiers,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_num_encoder_tokens: int,
         pace: Pace,
         accounts: Accounts,
         waits: PromptWaits,
@@ -142,6 +145,7 @@ class Scheduler:
         self._loras = loras
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_encoder_tokens = max_num_encoder_tokens
         self._pace = pace
         self._accounts = accounts
         self._waits = waits
@@ -186,7 +190,9 @@ class Scheduler:
         scheduled = step.sequences
         for one in scheduled:
             one.sequence.num_computed_tokens += one.num_tokens
-            self._accounts.charge(one.sequence, one.num_tokens * rest_s)
+            if one.encodes_source and one.sequence.source is not None:
+                one.sequence.source.is_computed = True
+            self._accounts.charge(one.sequence, (one.num_tokens + one.num_source_tokens) * rest_s)
             if one.is_sampled:
                 self._waits.discard(one.sequence)
         return sorted(scheduled, key=lambda one: not one.is_decode)
@@ -198,6 +204,8 @@ class Scheduler:
         """
         for scheduled in step:
             if scheduled.sequence.block_table.length:
+                if scheduled.encodes_source:
+                    self._blocks.commit_source(scheduled.sequence)
                 self._blocks.commit(scheduled.sequence, scheduled.start, scheduled.start + scheduled.num_tokens)
 
     def branch(self, sequence: Sequence, before: list[Sequence], parents: list[int]) -> list[BlockCopy]:
@@ -252,6 +260,7 @@ class Scheduler:
         num_burst = self._waits.num_burst(decoding, self._max_num_seqs - len(decoding)) if has_burst else 0
         over = self._over(decoding) if is_shared else set()
         step = self._pace.plan(self._max_num_batched_tokens, decoding, over, is_shared, num_burst)
+        step.source_budget = self._max_num_encoder_tokens
         for sequence in step.turns:
             # Sequences of one step are numbered, too: else the first of them would always be first again.
             self._last_turn += 1
@@ -295,11 +304,13 @@ class Scheduler:
         for beam, num_tokens in shares:
             if sequence.status is SequenceStatus.RUNNING and self._make_room(sequence, beam, num_tokens, step):
                 num_again = max(0, beam.num_lost_tokens - beam.num_computed_tokens)
-                self._accounts.charge(sequence, max(0, num_tokens - num_again) * self._pace.times.token_s)
-                step.add(beam, num_tokens)
+                num_new = max(0, num_tokens - num_again)
+                added = step.add(beam, num_tokens)
+                num_new += 0 if beam.num_lost_tokens else added.num_source_tokens
+                self._accounts.charge(sequence, num_new * self._pace.times.token_s)
 
     def _continue_prompt(self, sequence: Sequence, step: Step) -> None:
-        shares = _shares(sequence, step.room_for(sequence))
+        shares = _shares(sequence, step.room_for(sequence, sequence.num_missing_source_tokens))
         step.take_time(sequence, sum(num_tokens for _, num_tokens in shares))
         self._continue(sequence, shares, step)
 
@@ -337,7 +348,10 @@ class Scheduler:
         sequence = self._queue.first
         if sequence is None or len(skipped) >= self._max_num_seqs:
             return None
-        return sequence if step.room_for(sequence) and self._has_room(sequence) else None
+        num_source_tokens = sequence.num_missing_source_tokens
+        if num_source_tokens and self._blocks.knows_source(sequence):
+            num_source_tokens = 0
+        return sequence if step.room_for(sequence, num_source_tokens) and self._has_room(sequence) else None
 
     def _admit(self, sequence: Sequence, step: Step, skipped: Skipped) -> None:
         """Start a waiting sequence, or skip it for want of its adapter."""
@@ -382,7 +396,9 @@ class Scheduler:
 
     def _part_held(self, sequence: Sequence) -> float:
         """The part of the server that a running sequence has: of the places, or of the blocks if that is more."""
-        num_blocks = sequence.block_table.length + sum(beam.block_table.length for beam in sequence.siblings)
+        num_blocks = sum(beam.block_table.length for beam in sequence.beams)
+        if sequence.source is not None:
+            num_blocks += sequence.source.block_table.length
         return max(sequence.width / self._max_num_seqs, num_blocks / self._blocks.num_blocks)
 
     def _is_adapter_ready(self, sequence: Sequence) -> bool:

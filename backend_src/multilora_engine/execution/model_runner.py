@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from multilora_engine.batch.forward_batch import ForwardBatch, KVCache, TokenLoRAs
+from multilora_engine.batch.forward_batch import CrossAttention, ForwardBatch, KVCache, SourceBatch, TokenLoRAs
 from multilora_engine.batch.transfer import arrays_to_device, to_device
 from multilora_engine.execution.cuda_graphs import DecodeGraphs
 from multilora_engine.execution.piecewise_graphs import PiecewiseGraphs
@@ -20,7 +20,7 @@ from multilora_engine.models.model import Model
 from multilora_engine.sampling.sampler import Choice
 from multilora_engine.sampling.token_counts import DeviceTokens, TokenCounts
 from multilora_engine.sequences.prompt_log_probs import PromptLogProbs
-from multilora_engine.sequences.sequence import BlockCopy, ScheduledSequence, Sequence
+from multilora_engine.sequences.sequence import BlockCopy, BlockTable, ScheduledSequence, Sequence, Source
 from multilora_kernels import MemoryAhead
 
 
@@ -128,7 +128,7 @@ class ModelRunner:
         query_lens = [scheduled.num_tokens for scheduled in step]
         context_lens = [scheduled.start + scheduled.num_tokens for scheduled in step]
         ends = list(accumulate(query_lens))
-        block_tables = _block_tables(step)
+        block_tables = _block_tables([scheduled.sequence.block_table for scheduled in step])
         if self._kv_memory is not None and any(_begins_block(scheduled, block_size) for scheduled in step):
             self._kv_memory.note_use((int(block_tables.max()) + 1) * block_size)
         # NumPy, because a torch call on a handful of numbers takes several times as long.
@@ -161,8 +161,33 @@ class ModelRunner:
             if lora_mapping is None
             else TokenLoRAs(self._loras.tables, lora_mapping, self._loras.outer_parts(lora_indices)),
             own_ropes=self._own_ropes(step, query_lens),
-            cross=None,
+            cross=None if self._model.config.source is None else self._cross(step, query_lens, lora_indices),
         )
+
+    def _cross(self, step: list[ScheduledSequence], query_lens: list[int], lora_indices: list[int]) -> CrossAttention:
+        """The sources that the tokens of a step attend to. lora_indices: of the last token of each sequence."""
+        tables = _block_tables([_source_of(scheduled).block_table for scheduled in step])
+        if self._kv_memory is not None and any(scheduled.encodes_source for scheduled in step):
+            self._kv_memory.note_use((int(tables.max()) + 1) * self._block_size)
+        rows = [row for row, scheduled in enumerate(step) if scheduled.encodes_source]
+        lens = [len(_source_of(step[row]).token_ids) for row in rows]
+        arrays = {
+            "block_tables": np.repeat(tables, query_lens, axis=0),
+            "num_keys": np.repeat([len(_source_of(scheduled).token_ids) for scheduled in step], query_lens),
+            "query_starts": np.arange(sum(query_lens) + 1),
+        }
+        if rows:
+            token_ids = chain.from_iterable(_source_of(step[row]).token_ids for row in rows)
+            arrays["input_ids"] = np.fromiter(token_ids, np.int64)
+            arrays["slot_mapping"] = _slots(tables[rows], lens, self._block_size)
+            arrays["lora_mapping"] = np.repeat([lora_indices[row] for row in rows], lens)
+        sent = dict(zip(arrays, arrays_to_device(list(arrays.values()), self._device), strict=True))
+        new = None
+        if rows:
+            mapping = sent["lora_mapping"]
+            loras = TokenLoRAs(self._loras.tables, mapping) if any(lora_indices[row] >= 0 for row in rows) else None
+            new = SourceBatch(sent["input_ids"], sent["slot_mapping"], lens, loras)
+        return CrossAttention(sent["block_tables"], sent["num_keys"], sent["query_starts"], new)
 
     def _own_ropes(self, step: list[ScheduledSequence], query_lens: list[int]) -> list[tuple[str, torch.Tensor]]:
         """The rotary embeddings of adapters that have their own, and the rows of their tokens."""
@@ -268,9 +293,20 @@ def _keep_context_logits(step: list[ScheduledSequence], logits: torch.Tensor) ->
                 scheduled.sequence.failure = error
 
 
-def _block_tables(step: list[ScheduledSequence]) -> NDArray[np.int64]:
+def _source_of(scheduled: ScheduledSequence) -> Source:
+    source = scheduled.sequence.source
+    assert source is not None, "a request without a source"
+    return source
+
+
+def _slots(block_tables: NDArray[np.int64], lens: list[int], block_size: int) -> NDArray[np.int64]:
+    """The places in the KV cache of the first `lens` tokens of each table, one table after another."""
+    places = zip(block_tables, map(np.arange, lens), strict=True)
+    return np.concatenate([table[at // block_size] * block_size + at % block_size for table, at in places])
+
+
+def _block_tables(rows: list[BlockTable]) -> NDArray[np.int64]:
     """[num_seqs, longest table], padded with -1."""
-    rows = [scheduled.sequence.block_table for scheduled in step]
     tables = np.empty((len(rows), max([row.length for row in rows])), np.int64)
     tables.fill(-1)
     for i, row in enumerate(rows):

@@ -1,18 +1,27 @@
 """The memory that steps take beside weights, KV cache and adapters: measured on steps of the largest kinds.
 
 They run on memory that holds nothing, before any of it is divided: every sequence reads and writes one block of a small
-cache, and all tokens have an adapter of rank 0, whose work takes as much room as that of any other.
+cache, and all tokens have an adapter of rank 0, whose work takes as much room as that of any other. An encoder-decoder
+model also encodes as many tokens as it may in a step, the longest sources first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
-from multilora_engine.batch.forward_batch import ForwardBatch, KVCache, OuterParts, TokenLoRAs
+from multilora_engine.batch.forward_batch import (
+    CrossAttention,
+    ForwardBatch,
+    KVCache,
+    OuterParts,
+    SourceBatch,
+    TokenLoRAs,
+)
 from multilora_engine.config import EngineConfig
+from multilora_engine.engine_info import SourceFacts
 from multilora_engine.execution.cuda_graphs import graph_sizes
 from multilora_engine.execution.piecewise_graphs import piece_sizes
 from multilora_engine.models.model import Model, only_group
@@ -41,7 +50,8 @@ def step_memory(
         steps.append([1] * graph_sizes(config.max_num_seqs)[-1])
         num_tokens = piece_sizes(config.max_num_batched_tokens)[-1]
         steps.append(step_lens(num_tokens, min(num_tokens, config.max_num_seqs), max_len))
-    batches = [trial_batch(query_lens, block_size, tables) for query_lens in steps]
+    lens = source_lens(model.config.source, config.max_num_encoder_tokens)
+    batches = [trial_batch(query_lens, block_size, tables, lens) for query_lens in steps]
     # Once unmeasured: libraries keep memory of their own, which does not come back either way.
     model.forward(batches[0], kv_cache)
     return sum(measure(partial(model.forward, batch, kv_cache)) for batch in batches)
@@ -59,6 +69,14 @@ def step_lens(num_tokens: int, num_seqs: int, max_len: int) -> list[int]:
     return lens[::-1]
 
 
+def source_lens(source: SourceFacts | None, max_num_tokens: int) -> list[int]:
+    """Tokens of each source of a largest step; empty for a model without an encoder. max_num_tokens: of a step."""
+    if source is None:
+        return []
+    longest = source.longest(max_num_tokens)
+    return [longest] * (max_num_tokens // longest)
+
+
 def peak_growth(device: torch.device) -> Measure:
     """The growth by torch's allocator, on a GPU."""
 
@@ -73,8 +91,12 @@ def peak_growth(device: torch.device) -> Measure:
     return measure
 
 
-def trial_batch(query_lens: list[int], block_size: int, tables: LoRATables) -> ForwardBatch:
+def trial_batch(
+    query_lens: list[int], block_size: int, tables: LoRATables, sources: Sequence[int] = ()
+) -> ForwardBatch:
     """A step of the first tokens of sequences that all lie in block 0; the logits of each one's last row are wanted.
+
+    sources: tokens of each source that is encoded, in an encoder-decoder model; all tokens attend to the first one.
 
     All tokens have the adapter of row 0, which may be of rank 0: it runs the kernels of any adapter, also
     of an adapter on embeddings and head.
@@ -96,5 +118,20 @@ def trial_batch(query_lens: list[int], block_size: int, tables: LoRATables) -> F
         num_decodes=query_lens.count(1),
         logits_indices=lens.cumsum(0) - 1,
         block_size=block_size,
-        lora=TokenLoRAs(tables, torch.zeros(num_tokens, dtype=torch.int64, device=device), _OUTER),
+        lora=TokenLoRAs(tables, torch.zeros(num_tokens, dtype=torch.int64, device=device), None if sources else _OUTER),
+        cross=_trial_sources(sources, num_tokens, block_size, tables) if sources else None,
+    )
+
+
+def _trial_sources(lens: Sequence[int], num_tokens: int, block_size: int, tables: LoRATables) -> CrossAttention:
+    """Sources in block 0. num_tokens: of the decoder."""
+    device = tables.rank.device
+    rows, blocks = torch.arange(num_tokens + 1, device=device), -(-lens[0] // block_size)
+    token_ids = torch.zeros(sum(lens), dtype=torch.int64, device=device)
+    slots = torch.arange(sum(lens), device=device) % block_size
+    return CrossAttention(
+        block_tables=rows.new_zeros(num_tokens, blocks),
+        num_keys=rows.new_full((num_tokens,), lens[0]),
+        query_starts=rows,
+        new=SourceBatch(token_ids, slots, list(lens), TokenLoRAs(tables, torch.zeros_like(token_ids))),
     )

@@ -14,7 +14,7 @@ import torch
 
 from multilora_engine.batch.forward_batch import KVCache
 from multilora_engine.execution.self_test import StartProgress, faults_named
-from multilora_engine.execution.step_memory import step_lens, trial_batch
+from multilora_engine.execution.step_memory import source_lens, step_lens, trial_batch
 from multilora_engine.models.model import Model
 from multilora_kernels import LoRATables, SamplingRule, forbid_tokens, penalise_tokens, sample_tokens
 
@@ -33,10 +33,12 @@ def warm_up(
     max_num_seqs: int,
     max_len: int,
     block_size: int,
+    max_num_encoder_tokens: int = 0,
 ) -> None:
     """Compute one step of each kind, over the first block of a cache that holds nothing yet.
 
-    max_num_tokens, max_num_seqs: of a step. max_len: of a sequence. Raises OperatorFault for a step that fails.
+    max_num_tokens, max_num_seqs, max_num_encoder_tokens: of a step. max_len: of a sequence. Raises OperatorFault for a
+    step that fails.
     """
     # Imported here: Triton comes with the CUDA builds of torch only.
     from multilora_kernels.cuda.block_sizes import capability, row_bounds
@@ -50,8 +52,11 @@ def warm_up(
         for number, query_lens in enumerate(steps):
             step = f"a step of {sum(query_lens)} tokens in {len(query_lens)} sequences"
             progress.note(number, len(steps), step)
+            is_last = number == len(steps) - 1
+            num_source_tokens = max_num_encoder_tokens if is_last else min(max_num_encoder_tokens, sum(query_lens))
+            sources = source_lens(model.config.source, num_source_tokens)
             with faults_named(step, kv_cache.keys.device):
-                logits = model.forward(trial_batch(query_lens, block_size, tables), kv_cache)
+                logits = model.forward(trial_batch(query_lens, block_size, tables, sources), kv_cache)
                 _adjust(logits)
                 sample_tokens(logits, [_DRAWN] * len(logits)).tolist()
     _logger.info("kernels of %d kinds of steps are ready after %.1f s", len(steps), time.monotonic() - started)

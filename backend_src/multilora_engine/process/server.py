@@ -298,7 +298,7 @@ class EngineServer:
                 )
                 if not sender.is_canary:
                     self._telemetry.begin(request.request_id)
-                self._rates.charge(sender, len(request.prompt_token_ids))
+                self._rates.charge(sender, request.num_prompt_tokens)
         except Exception as error:
             num_refused = sum(request.request_id not in self._routes for request in message.requests)
             self._abort([request.request_id for request in message.requests])

@@ -153,6 +153,24 @@ class BlockTable:
         self.length = 0
 
 
+@dataclass(eq=False, slots=True)
+class Source:
+    """The text that the encoder of an encoder-decoder model reads for a sequence. All beams of a search have one.
+
+    Written by `BlockAllocator`:
+    block_table: of the keys and values that cross attention reads; the table is empty while no beam has blocks.
+    key: what the keys of the blocks follow from; empty until the allocator has needed it.
+    num_users: how many beams have blocks of their own.
+    is_computed: whether the keys and values of all tokens are in the cache. `Scheduler` writes it, too.
+    """
+
+    token_ids: list[int]
+    block_table: BlockTable = field(default_factory=BlockTable)
+    key: bytes = b""
+    num_users: int = 0
+    is_computed: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
     """An order to copy the keys and values of block `source` into block `target`."""
@@ -199,6 +217,7 @@ class Sequence:
     max_output_tokens: how long its answer may become.
     bias: `embedding_bias` on the device, token ids int64 [n] and biases float32 [n].
     has_host_work: whether its client is charged for the host's work on its tokens.
+    source: None for a model without an encoder.
     search: the beam search it belongs to. The sequence of the request is its first beam and stands for all of them:
         only its `status`, `times` and place in the queues count.
 
@@ -255,6 +274,7 @@ class Sequence:
     bias: tuple[torch.Tensor, torch.Tensor] | None = None
     has_host_work: bool = False
     host_debt_s: float = 0.0
+    source: Source | None = None
     held: HeldOutputs = field(default_factory=HeldOutputs)
     prompt_report: PromptReport = field(default_factory=PromptReport)
     search: BeamSearch | None = None
@@ -288,6 +308,7 @@ class Sequence:
             max_output_tokens=self.max_output_tokens,
             lora_start=self.lora_start,
             bias=self.bias,
+            source=self.source,
             search=self.search,
         )
 
@@ -298,8 +319,19 @@ class Sequence:
 
     @property
     def num_missing_tokens(self) -> int:
-        """Tokens whose keys and values are not in the cache."""
-        return self.num_tokens - self.num_computed_tokens
+        """Tokens whose keys and values are not in the cache, with those of the source."""
+        return self.num_tokens - self.num_computed_tokens + self.num_missing_source_tokens
+
+    @property
+    def num_missing_source_tokens(self) -> int:
+        """Tokens of the source that are to be encoded: all or none."""
+        return 0 if self.source is None or self.source.is_computed else len(self.source.token_ids)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """How many of the tokens that `GenerationRequest.num_prompt_tokens` counts were in the cache at the start."""
+        table = self.block_table if self.source is None else self.source.block_table
+        return table.num_cached_tokens
 
     @property
     def is_complete(self) -> bool:
@@ -325,8 +357,11 @@ class Sequence:
         def since_epoch(monotonic_ns: int) -> int:
             return monotonic_ns and epoch_ns + monotonic_ns
 
-        num_blocks = sum(beam.block_table.num_allocated for beam in self.beams)
-        num_reused_blocks = sum(beam.block_table.num_reused for beam in self.beams)
+        tables = [beam.block_table for beam in self.beams]
+        if self.source is not None:
+            tables.append(self.source.block_table)
+        num_blocks = sum(table.num_allocated for table in tables)
+        num_reused_blocks = sum(table.num_reused for table in tables)
         return PerfMetrics(
             arrival_time_ns=since_epoch(self.times.arrival_ns),
             first_scheduled_time_ns=since_epoch(self.times.first_scheduled_ns),
@@ -360,12 +395,20 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 
     start: the sequence's `num_computed_tokens` when it was scheduled.
     is_sampled: whether the step computes the sequence's last token, so that the logits give the next token.
+    encodes_source: whether the step encodes the sequence's source before.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
     is_sampled: bool
+    encodes_source: bool = False
+
+    @property
+    def num_source_tokens(self) -> int:
+        """Tokens of the source that the step encodes."""
+        source = self.sequence.source
+        return len(source.token_ids) if self.encodes_source and source is not None else 0
 
     @property
     def is_decode(self) -> bool:

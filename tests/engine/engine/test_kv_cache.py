@@ -14,7 +14,7 @@ from multilora_engine.engine.kv_cache import BlockAllocator
 from multilora_engine.lora.adapter_state import CachedAdapter
 from multilora_engine.lora.layout import AdapterTraits
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
-from multilora_engine.sequences.sequence import BlockCopy, Sequence
+from multilora_engine.sequences.sequence import BlockCopy, Sequence, Source
 from multilora_engine.text.text_stream import TextStream
 from multilora_wire.layout import PageShape
 
@@ -22,13 +22,20 @@ BLOCK_SIZE = 4
 
 
 def sequence(
-    tokens: list[int], digest: str | None = None, tenant: str = "", start: int = 0, rope: str = ""
+    tokens: list[int],
+    digest: str | None = None,
+    tenant: str = "",
+    start: int = 0,
+    rope: str = "",
+    source: list[int] | None = None,
 ) -> Sequence:
     traits = AdapterTraits(rope=rope)
     adapter = None if digest is None else CachedAdapter(7, digest, ranks=(), shape=PageShape(0), traits=traits)
     sender = Sender(tenant=tenant, name=tenant)
-    request = GenerationRequest("r", tokens, SamplingParams(max_tokens=1), sender=sender)
-    return Sequence(request, 0, adapter, cast(TextStream, None), Random(0), max_output_tokens=1, lora_start=start)
+    request = GenerationRequest("r", tokens, SamplingParams(max_tokens=1), sender=sender, source_token_ids=source or [])
+    one = Sequence(request, 0, adapter, cast(TextStream, None), Random(0), max_output_tokens=1, lora_start=start)
+    one.source = None if source is None else Source(source)
+    return one
 
 
 def compute(blocks: PoisonedBlocks, one: Sequence, end: int | None = None) -> int:
@@ -36,9 +43,22 @@ def compute(blocks: PoisonedBlocks, one: Sequence, end: int | None = None) -> in
     num_known = blocks.start(one)
     end = one.num_tokens if end is None else end
     blocks.check_read(one, num_known)
+    if one.source is not None:
+        encode(blocks, one, one.source)
     blocks.write(one, num_known, end)
     blocks.commit(one, num_known, end)
     return num_known
+
+
+def encode(blocks: PoisonedBlocks, one: Sequence, source: Source) -> bool:
+    """Encode the source of a sequence that has started, unless that is known; whether anything was to be done."""
+    is_missing = not source.is_computed
+    if is_missing:
+        blocks.encode(one)
+        source.is_computed = True
+        blocks.commit_source(one)
+    blocks.check_source(one)
+    return is_missing
 
 
 def test_full_blocks_of_equal_tokens_are_shared_and_the_last_token_is_always_computed() -> None:
@@ -157,6 +177,92 @@ def test_exactly_what_would_be_computed_again_is_reused(
         blocks.check_integrity([])
 
 
+@settings(deadline=None, max_examples=200)
+@given(
+    asked=st.lists(
+        st.tuples(
+            st.sampled_from(["", "acme"]),
+            st.sampled_from([None, "a", "b"]),
+            st.lists(st.integers(0, 1), min_size=1, max_size=9),
+            st.lists(st.integers(0, 1), min_size=1, max_size=9),
+        ),
+        max_size=14,
+    )
+)
+def test_a_source_is_reused_whole_and_prompts_are_after_equal_sources_alone(
+    asked: list[tuple[str, str | None, list[int], list[int]]],
+) -> None:
+    """Against a model without keys: tenants' sources by adapter, and the beginnings that were computed after each."""
+    blocks = PoisonedBlocks(120, BLOCK_SIZE)
+    seen: set[tuple[object, ...]] = set()
+    num_queried = num_hit = 0
+    for tenant, digest, source, tokens in asked:
+        whole = (tenant, digest, tuple(source))
+        ends = range(BLOCK_SIZE, len(tokens), BLOCK_SIZE)
+        known = max((end for end in ends if (*whole, tuple(tokens[:end])) in seen), default=0)
+        one = sequence(tokens, digest, tenant, source=source)
+        assert blocks.knows_source(one) == (whole in seen)
+        assert compute(blocks, one) == known
+        num_queried += len(source)
+        num_hit += len(source) * (whole in seen)
+        assert one.num_cached_tokens == len(source) * (whole in seen)
+        assert one.perf.kv_cache_alloc_total_blocks == -(-len(source) // BLOCK_SIZE) - (-len(tokens) // BLOCK_SIZE)
+        seen.add(whole)
+        seen.update((*whole, tuple(tokens[:end])) for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE))
+        blocks.check_integrity([one])
+        blocks.free(one)
+        blocks.check_integrity([])
+    assert (blocks.prefix_cache.queried_tokens, blocks.prefix_cache.hit_tokens) == (num_queried, num_hit)
+
+
+def test_a_source_that_lost_a_block_is_encoded_again_and_one_that_is_not_committed_is_not_known() -> None:
+    blocks = PoisonedBlocks(4, BLOCK_SIZE)
+    first = sequence([1], source=[5] * 9)
+    blocks.start(first)
+    assert not blocks.knows_source(sequence([1], source=[5] * 9))
+    blocks.free(first)
+    assert not blocks.knows_source(sequence([1], source=[5] * 9))
+    compute(blocks, first)
+    assert blocks.knows_source(sequence([1], source=[5] * 9))
+    assert not blocks.can_start(sequence([1] * 5, source=[5] * 9))
+    blocks.free(first)
+    assert blocks.can_start(sequence([1], source=[5] * 9))
+    other, again = sequence([2] * 8), sequence([1], source=[5] * 9)
+    compute(blocks, other)
+    assert not blocks.knows_source(again)
+    blocks.free(other)
+    compute(blocks, again)
+    assert again.source is not None
+    assert again.source.block_table.num_reused == 0
+    assert not PoisonedBlocks(9, BLOCK_SIZE, enable_prefix_caching=False).knows_source(again)
+
+
+def test_blocks_of_a_known_source_that_somebody_uses_are_not_needed_again() -> None:
+    blocks = PoisonedBlocks(4, BLOCK_SIZE)
+    first = sequence([1], source=[5] * 8)
+    compute(blocks, first)
+    second = sequence([2], source=[5] * 8)
+    assert blocks.can_start(second)
+    compute(blocks, second)
+    assert (blocks.num_free, second.num_cached_tokens) == (0, 8)
+    assert not blocks.can_start(sequence([3], source=[5] * 8))
+    blocks.check_integrity([first, second])
+
+
+def test_no_router_is_told_of_blocks_after_a_source() -> None:
+    events = BlockEvents()
+    events.want()
+    blocks = BlockAllocator(40, BLOCK_SIZE, events=events)
+    one = sequence([1] * 9, source=[2] * 9)
+    blocks.start(one)
+    blocks.commit_source(one)
+    blocks.commit(one, 0, 9)
+    assert blocks.knows_source(sequence([1], source=[2] * 9))
+    assert not events.take()
+    blocks.forget_known()
+    assert not blocks.knows_source(sequence([1], source=[2] * 9))
+
+
 def test_a_block_is_only_found_behind_the_blocks_it_was_computed_behind() -> None:
     blocks = PoisonedBlocks(20, BLOCK_SIZE)
     compute(blocks, sequence([1, 1, 1, 1, 2, 2, 2, 2, 3]))
@@ -256,10 +362,8 @@ def test_branches_share_full_blocks_and_copy_the_last() -> None:
 def branch(blocks: PoisonedBlocks, beams: list[Sequence], parents: list[int]) -> list[Sequence] | None:
     """What `beams` become, as the engine does it; None when there was no room, and they are freed."""
     answers = [list(beams[parent].output_token_ids) for parent in parents]
-    spare = [sequence(beams[0].request.prompt_token_ids) for _ in parents[len(beams) :]]
+    spare = [beams[0].sibling() for _ in parents[len(beams) :]]
     after = [*beams, *spare][: len(parents)]
-    for one in spare:
-        one.adapter, one.lora_start = beams[0].adapter, beams[0].lora_start
     copies = blocks.branch(beams, after, parents)
     if copies is None:
         for one in beams:
@@ -296,8 +400,8 @@ def test_beams_that_change_places_are_known_by_the_tokens_they_took_over() -> No
 
 
 @settings(max_examples=150, deadline=None)
-@given(num_blocks=st.integers(6, 40), seed=st.integers(0, 1 << 30))
-def test_nobody_ever_reads_what_is_not_its_own(num_blocks: int, seed: int) -> None:
+@given(num_blocks=st.integers(6, 40), has_sources=st.booleans(), seed=st.integers(0, 1 << 30))
+def test_nobody_ever_reads_what_is_not_its_own(num_blocks: int, has_sources: bool, seed: int) -> None:
     """Searches of any number of beams, which come and go, and share what they have in common with all others."""
     blocks, rng = PoisonedBlocks(num_blocks, BLOCK_SIZE), Random(seed)
     running: list[list[Sequence]] = []
@@ -308,7 +412,11 @@ def test_nobody_ever_reads_what_is_not_its_own(num_blocks: int, seed: int) -> No
             known = rng.choice(seen)
             prompt = known[: rng.randrange(1, len(known) + 1)] + [rng.randrange(2) for _ in range(rng.randrange(6))]
             digest = rng.choice([None, "a"])
-            one = sequence(prompt, digest, start=rng.randrange(len(prompt)) if digest else 0)
+            source = None
+            if has_sources:
+                source = [rng.randrange(2) for _ in range(rng.randrange(1, 10))]
+            start = rng.randrange(len(prompt)) if digest and not has_sources else 0
+            one = sequence(prompt, digest, start=start, source=source)
             if blocks.can_start(one):
                 compute(blocks, one)
                 one.num_computed_tokens = one.num_tokens
@@ -317,6 +425,8 @@ def test_nobody_ever_reads_what_is_not_its_own(num_blocks: int, seed: int) -> No
             beams = running.pop(rng.randrange(len(running)))
             for one in beams:
                 blocks.check_read(one, one.num_computed_tokens)
+                if has_sources:
+                    blocks.check_source(one)
             if action == "branch":
                 parents = [rng.randrange(len(beams)) for _ in range(rng.randrange(1, 5))]
                 beams = branch(blocks, beams, parents) or []
@@ -335,5 +445,7 @@ def test_nobody_ever_reads_what_is_not_its_own(num_blocks: int, seed: int) -> No
     for beams in running:
         for one in beams:
             blocks.check_read(one, one.num_computed_tokens)
+            if has_sources:
+                blocks.check_source(one)
             blocks.free(one)
     assert blocks.num_free == num_blocks

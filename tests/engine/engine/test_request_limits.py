@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.engine.request_limits import RequestLimits
+from multilora_engine.engine_info import SourceFacts
 from multilora_engine.errors import InvalidRequest, RequestError
 from multilora_engine.request import GenerationRequest, Guide, SamplingParams
 
@@ -174,3 +176,42 @@ def test_a_prompt_that_is_too_long_is_told_with_what_limits_it(num_blocks: int, 
     request = GenerationRequest("r", [1] * 40, SamplingParams(1))
     with pytest.raises(InvalidRequest, match=f"the prompt has 40 tokens and max_model_len is {limit} to answer"):
         limits.check(request)
+
+
+SOURCE = SourceFacts(max_tokens=24, decoder_start_token_id=2, forced_first_token_id=None, pad_token_id=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"source_token_ids": []}, "the source is empty: the encoder needs at least one token"),
+        ({"source_token_ids": [1] * 25}, "the source has 25 tokens and the encoder's positions are 24"),
+        ({"source_token_ids": [1, 100]}, "input_ids holds 100 at position 1, expected 0 .. 99"),
+        ({"prompt_token_ids": []}, "the decoder's text is empty: it has no tokens"),
+        ({"prompt_token_ids": [1] * 40}, "the decoder's text has 40 tokens and max_model_len is 32: no room to answer"),
+        ({"prompt_token_ids": [1, -1]}, "decoder_input_ids holds -1 at position 1, expected 0 .. 99"),
+        ({"lora_start": 0}, "lora_start is 0, and an adapter of an encoder-decoder model computes all tokens"),
+        (
+            {"sampling": SamplingParams(31, beam_width=4)},
+            "a source of 5 tokens and 4 beams of up to 32 tokens may need 9 blocks of the KV cache, which has 8",
+        ),
+    ],
+)
+def test_a_source_or_a_beginning_that_no_encoder_decoder_can_have_is_refused_with_the_numbers(
+    options: dict[str, Any], message: str
+) -> None:
+    limits = RequestLimits(32, 100, 1 << 20, 4, 8, 16, SOURCE, max_num_encoder_tokens=64)
+    fine = GenerationRequest("r", [1], SamplingParams(9), source_token_ids=[1] * 5)
+    limits.check(fine)
+    assert limits.max_output_tokens(msgspec.structs.replace(fine, sampling=SamplingParams(99))) == 31
+    with pytest.raises(InvalidRequest, match=re.escape(message)):
+        limits.check(msgspec.structs.replace(fine, **options))
+
+
+def test_a_source_is_told_the_budget_that_it_exceeds_and_a_model_without_an_encoder_takes_none() -> None:
+    limits = RequestLimits(32, 100, 1 << 20, 4, 8, 16, SOURCE, max_num_encoder_tokens=24)
+    request = GenerationRequest("r", [1], SamplingParams(9), source_token_ids=[1] * 25)
+    with pytest.raises(InvalidRequest, match="the source has 25 tokens and max_num_encoder_tokens is 24"):
+        limits.check(request)
+    with pytest.raises(InvalidRequest, match="a source of 25 tokens for an encoder, and the model has none"):
+        RequestLimits(32, 100, 1 << 20, 4, 8, 16).check(request)

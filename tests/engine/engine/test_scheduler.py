@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from random import Random
-from typing import cast
+from typing import Any, cast
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.adapters import TINY, wire_adapter
@@ -23,7 +24,7 @@ from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
-from multilora_engine.sequences.sequence import ScheduledSequence, Sequence, SequenceStatus
+from multilora_engine.sequences.sequence import ScheduledSequence, Sequence, SequenceStatus, Source
 from multilora_engine.text.text_stream import TextStream
 
 MAX_LORAS = 2
@@ -45,6 +46,7 @@ NEW_VERSIONS = [_packed(NUM_ADAPTERS + task) for task in range(NUM_ADAPTERS)]
 class World:
     """A scheduler with real tiers and blocks; computing a step is to write what its tokens' keys and values depend on,
     and to append a token to what was sampled: at once, or, where it runs ahead, after the next step was scheduled.
+    Beams go on from beams that are drawn; where the scheduler runs ahead there are none.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class World:
         runs_ahead: bool = False,
         pace: Pace | None = None,
         max_wait_s: float = math.inf,
+        encoder_budget: int = 12,
     ) -> None:
         host = HostTier(NUM_ADAPTERS + MAX_ARRIVALS, TINY.page_bytes)
         self.loras = LoRAManager(host, DeviceTier(TINY, host.pool, host.pool, MAX_LORAS), "replace")
@@ -67,9 +70,11 @@ class World:
         waits = PromptWaits(max_wait_s, lambda: self.now_s)
         self.accounts = Accounts()
         self.scheduler = Scheduler(
-            self.blocks, self.loras.memory, max_num_seqs, budget, self.pace, self.accounts, waits
+            self.blocks, self.loras.memory, max_num_seqs, budget, encoder_budget, self.pace, self.accounts, waits
         )
         self.budget = budget
+        self.encoder_budget = encoder_budget
+        self.rng = Random(budget)
         self.runs_ahead = runs_ahead
         self.in_flight: list[ScheduledSequence] = []
         self.alive: list[Sequence] = []
@@ -84,18 +89,22 @@ class World:
         priority: int = 0,
         text: int = 1,
         sender: Sender = NOBODY,
+        source_len: int = 0,
+        width: int = 1,
     ) -> Sequence:
-        """text: two prompts are equal, as far as both go, if their text is."""
+        """text: two prompts are equal, as far as both go, if their text is, and so are two sources."""
         request = GenerationRequest(
             f"r{self.arrivals}",
             [text] * prompt_len,
-            SamplingParams(max_tokens),
+            SamplingParams(max_tokens, beam_width=1 if self.runs_ahead else width),
             lora_task_id=task,
             priority=priority,
             sender=sender,
+            source_token_ids=[text] * source_len,
         )
         adapter = None if task is None else self.loras.pin(task)
         sequence = Sequence(request, self.arrivals, adapter, cast(TextStream, None), Random(0), max_tokens)
+        sequence.source = Source(request.source_token_ids) if source_len else None
         sequence.times.arrival_ns = self.now_ns
         self.arrivals += 1
         self.scheduler.add(sequence)
@@ -141,16 +150,36 @@ class World:
         for sequence in [scheduled.sequence for scheduled in step if scheduled.is_sampled]:
             sequence.num_pending_tokens -= 1
             if sequence in self.alive:
-                sequence.output_token_ids.append(NEXT_TOKEN)
                 sequence.times.note_token(self.now_ns)
-                if len(sequence.output_token_ids) == sequence.max_output_tokens:
+                if len(sequence.output_token_ids) + 1 == sequence.max_output_tokens:
+                    sequence.output_token_ids.append(NEXT_TOKEN)
                     self.finish(sequence)
+                elif sequence.width == 1:
+                    sequence.output_token_ids.append(NEXT_TOKEN)
+                else:
+                    self.branch(sequence)
+
+    def branch(self, root: Sequence) -> None:
+        """The beams of a search go on, as `continue_beams` has them."""
+        before = root.beams
+        parents = [self.rng.randrange(len(before)) for _ in range(self.rng.randint(1, root.width))]
+        answers = [[*before[parent].output_token_ids, self.rng.randint(2, 3)] for parent in parents]
+        missing = max(0, len(parents) - len(before))
+        root.siblings = [*root.siblings, *(root.sibling() for _ in range(missing))][: len(parents) - 1]
+        for beam, answer in zip(root.beams, answers, strict=True):
+            beam.output_token_ids = answer
+        for copy in self.scheduler.branch(root, before, parents):
+            self.blocks.copy(copy.source, copy.target)
 
     def compute(self, step: list[ScheduledSequence]) -> None:
         """What a step reads was written by the steps before: its own writes come at the same time."""
         for scheduled in step:
             self.blocks.check_read(scheduled.sequence, scheduled.start)
+            if scheduled.encodes_source:
+                self.blocks.encode(scheduled.sequence)
         for scheduled in step:
+            if scheduled.sequence.source is not None:
+                self.blocks.check_source(scheduled.sequence)
             self.blocks.write(scheduled.sequence, scheduled.start, scheduled.start + scheduled.num_tokens)
 
     def check_step(self, step: list[ScheduledSequence]) -> None:
@@ -158,7 +187,11 @@ class World:
         lengths = [s.num_tokens for s in step]
         assert all(length > 0 for length in lengths)
         assert sorted(step, key=lambda s: not s.is_decode) == step, "the tokens of answers come first"
-        assert len({s.sequence.request.request_id for s in step}) == len(step)
+        assert len({s.sequence for s in step}) == len(step)
+        encoded = [s.sequence.source for s in step if s.encodes_source]
+        assert len(set(encoded)) == len(encoded)
+        assert sum(s.num_source_tokens for s in step) <= self.encoder_budget
+        assert all(s.sequence.source is None or s.sequence.source.is_computed for s in step)
         in_use = {s.sequence.adapter for s in step if s.sequence.adapter is not None}
         assert len(in_use) <= MAX_LORAS
         assert len({self.loras.device.lora_index(adapter) for adapter in in_use}) == len(in_use)
@@ -187,9 +220,22 @@ ARRIVAL = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+SEARCH = st.tuples(
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.none() | st.integers(0, NUM_ADAPTERS - 1),
+    st.integers(0, 2),
+    st.integers(1, 3),
+    st.sampled_from([NOBODY, ACME, BOLT]),
+    st.sampled_from([0, 3, 7, 8, 12]),
+    st.integers(1, 3),
+)
+"""With up to three beams, most of them with a source: at the most all of twelve blocks."""
+
+
+@settings(max_examples=250, deadline=None)
 @given(
-    arrivals=st.lists(ARRIVAL, min_size=1, max_size=MAX_ARRIVALS),
+    arrivals=st.lists(ARRIVAL, min_size=1, max_size=MAX_ARRIVALS) | st.lists(SEARCH, min_size=1, max_size=MAX_ARRIVALS),
     num_blocks=st.integers(12, 30),
     budget=st.integers(4, 20),
     enable_prefix_caching=st.booleans(),
@@ -198,7 +244,7 @@ ARRIVAL = st.tuples(
     seed=st.integers(0, 1 << 30),
 )
 def test_everything_that_arrives_finishes_whatever_happens(
-    arrivals: list[tuple[int, int, int | None, int, int, Sender]],
+    arrivals: list[tuple[Any, ...]],
     num_blocks: int,
     budget: int,
     enable_prefix_caching: bool,
@@ -631,4 +677,74 @@ def test_a_client_with_all_blocks_gives_back_what_is_beyond_its_share() -> None:
     world.step()
     assert late.status is SequenceStatus.RUNNING
     assert [s.status for s in hoard] == [SequenceStatus.RUNNING, SequenceStatus.WAITING]
+    world.run_dry()
+
+
+def test_sources_wait_in_the_queues_order_for_a_budget_of_their_own_and_answers_go_on() -> None:
+    world = World(num_blocks=100, max_num_seqs=9, budget=9, encoder_budget=12)
+    first = world.add(1, 20, text=1, source_len=8)
+    world.step()
+    long, short, last = (world.add(1, 20, text=text, source_len=n) for text, n in [(2, 10), (3, 2), (4, 1)])
+    for encoded in ({first: 0, long: 10, short: 2}, {first: 0, long: 0, short: 0, last: 1}):
+        assert {s.sequence: s.num_source_tokens for s in world.step()} == encoded
+    assert not any(s.encodes_source for s in world.step())
+
+
+def test_equal_sources_of_one_step_are_encoded_each_and_later_ones_not_at_all() -> None:
+    world = World(num_blocks=100, max_num_seqs=9, encoder_budget=16)
+    twins = [world.add(1, 9, text=1, source_len=8) for _ in range(2)]
+    assert [s.encodes_source for s in world.step()] == [True, True]
+    later = [world.add(1, 9, text=1, source_len=8) for _ in range(4)]
+    others = [world.add(1, 9, task=0, text=1, source_len=8), world.add(1, 9, text=1, source_len=7)]
+    step = world.step()
+    assert [s.sequence for s in step if s.encodes_source] == others
+    assert {s.sequence for s in step} == {*twins, *later, *others}
+    assert [one.num_cached_tokens for one in (*twins, *later, *others)] == [0, 0, 8, 8, 8, 8, 0, 0]
+    world.run_dry()
+    assert world.blocks.num_free == 100
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_a_preempted_sequence_is_encoded_again_unless_its_source_is_known(enable_prefix_caching: bool) -> None:
+    world = World(12, budget=30, enable_prefix_caching=enable_prefix_caching, encoder_budget=20)
+    first, last = (world.add(1, 28, text=text, source_len=8) for text in (1, 2))
+    encoded = []
+    while world.alive:
+        encoded += [s.sequence for s in world.step() if s.encodes_source]
+    assert world.scheduler.num_preemptions > 0
+    assert world.finished == [first, last]
+    assert encoded[:2] == [first, last]
+    # The first answer takes its blocks where there are no others.
+    assert set(encoded[2:]) <= {last}
+    assert bool(encoded[2:]) or enable_prefix_caching
+    assert last.num_cached_tokens == 0
+
+
+def test_a_source_takes_time_of_a_step_but_the_first_one_is_encoded_whatever_it_takes() -> None:
+    world = World(num_blocks=400, max_num_seqs=16, budget=256, encoder_budget=256, pace=known_pace(0.030))
+    world.add(1, 60, text=1, source_len=4)
+    world.step()
+    waiting = [world.add(1, 60, text=2 + i, source_len=n) for i, n in enumerate([100, 8, 8, 8])]
+    # There is time for 19 tokens beside an answer's, each source has a token of a prompt, and short ones pass the long.
+    assert [[s.num_source_tokens for s in world.step() if s.encodes_source] for _ in range(3)] == [[8, 8], [100], [8]]
+    assert all(one.output_token_ids for one in waiting)
+
+
+def test_a_source_is_charged_once_and_counts_in_the_measured_time_of_its_step() -> None:
+    world = World(num_blocks=12, budget=30, enable_prefix_caching=False, pace=known_pace(0.0), encoder_budget=20)
+    world.add(1, 28, text=1, sender=ACME, source_len=8)
+    last = world.add(1, 28, text=2, sender=BOLT, source_len=8)
+    step = world.scheduler.schedule()
+    assert world.pace.launch(step) == StepWork(2, 16)
+    world.compute(step)
+    assert world.accounts.client(last).use_s >= 9 * TOKEN_S
+    for scheduled in step:
+        scheduled.sequence.num_pending_tokens += 1
+    world.read(step)
+    while not world.scheduler.num_preemptions:
+        world.step()
+    before_s = world.accounts.client(last).use_s
+    while last.status is SequenceStatus.WAITING:
+        world.step()
+    assert world.accounts.client(last).use_s - before_s <= KnownTimes().own_s(2) + TOKEN_S
     world.run_dry()
