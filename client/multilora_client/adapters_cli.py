@@ -31,6 +31,14 @@ Which = Annotated[
     list[str],
     typer.Argument(metavar="ADAPTER...", help="Task ids, or names; @7 is the name 7.", show_default=False),
 ]
+ExpectedDigest = Annotated[
+    str | None,
+    typer.Option(
+        help="Digest of the version that is meant: with another one on the server nothing changes. For one adapter. "
+        "`list --json` tells digests.",
+        show_default=False,
+    ),
+]
 
 
 @app.command("list")
@@ -58,6 +66,7 @@ def load(
             show_default="where the sources look for its name",
         ),
     ] = "",
+    expected_digest: ExpectedDigest = None,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
@@ -70,7 +79,9 @@ def load(
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
         _check_names(which, path)
-        _print_adapters([client.load_adapter(_which(adapter), source, path) for adapter in which], as_json)
+        _check_one(which, expected_digest)
+        loaded = [client.load_adapter(_which(adapter), source, path, expected_digest) for adapter in which]
+        _print_adapters(loaded, as_json)
 
 
 @app.command()
@@ -83,6 +94,7 @@ def combine(
             metavar="ADAPTER=WEIGHT...", help="Up to 8 adapters, each with its weight in the sum.", show_default=False
         ),
     ],
+    expected_digest: ExpectedDigest = None,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
@@ -93,11 +105,17 @@ def combine(
       multilora adapters combine polite-pirate pirate=0.7 polite=0.4
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
-        _print_adapters([client.combine_adapters(_which(adapter), _weights(members))], as_json)
+        _print_adapters([client.combine_adapters(_which(adapter), _weights(members), expected_digest)], as_json)
 
 
 @app.command()
-def unload(ctx: typer.Context, which: Which, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+def unload(
+    ctx: typer.Context,
+    which: Which,
+    expected_digest: ExpectedDigest = None,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
     """Make the server forget adapters. Requests that use one keep it until they have finished.
 
     \b
@@ -105,11 +123,19 @@ def unload(ctx: typer.Context, which: Which, url: Url = DEFAULT_URL, as_json: As
       multilora adapters unload 7
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
-        _print_adapters([client.unload_adapter(_which(adapter)) for adapter in which], as_json)
+        _check_one(which, expected_digest)
+        done = [client.unload_adapter(_which(adapter), expected_digest=expected_digest) for adapter in which]
+        _print_adapters(done, as_json)
 
 
 @app.command()
-def pin(ctx: typer.Context, which: Which, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+def pin(
+    ctx: typer.Context,
+    which: Which,
+    expected_digest: ExpectedDigest = None,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
     """Keep adapters in host memory: no other adapter evicts them.
 
     \b
@@ -117,11 +143,19 @@ def pin(ctx: typer.Context, which: Which, url: Url = DEFAULT_URL, as_json: AsJso
       multilora adapters pin 7 8
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
-        _print_adapters([client.pin_adapter(_which(adapter)) for adapter in which], as_json)
+        _check_one(which, expected_digest)
+        done = [client.pin_adapter(_which(adapter), expected_digest=expected_digest) for adapter in which]
+        _print_adapters(done, as_json)
 
 
 @app.command()
-def unpin(ctx: typer.Context, which: Which, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+def unpin(
+    ctx: typer.Context,
+    which: Which,
+    expected_digest: ExpectedDigest = None,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
     """Let adapters be evicted again.
 
     \b
@@ -129,7 +163,9 @@ def unpin(ctx: typer.Context, which: Which, url: Url = DEFAULT_URL, as_json: AsJ
       multilora adapters unpin 7
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
-        _print_adapters([client.unpin_adapter(_which(adapter)) for adapter in which], as_json)
+        _check_one(which, expected_digest)
+        done = [client.unpin_adapter(_which(adapter), expected_digest=expected_digest) for adapter in which]
+        _print_adapters(done, as_json)
 
 
 @app.command()
@@ -266,6 +302,12 @@ def _weights(members: Sequence[str]) -> dict[int | str, float]:
             raise InvalidRequest(f"{adapter} is in the set twice; name it once, with the sum of its weights")
         weights[which] = weight
     return weights
+
+
+def _check_one(which: Sequence[str], expected_digest: str | None) -> None:
+    """Raises InvalidRequest for one digest with several adapters."""
+    if expected_digest is not None and len(which) > 1:
+        raise InvalidRequest("--expected-digest is of one adapter; name several in several commands")
 
 
 def _check_names(which: Sequence[str], path: str) -> None:

@@ -115,6 +115,16 @@ class Call:
         self._ledger.forget(self.adapter)
         self.sends_weights = True
 
+    def check_upload_apart(self) -> None:
+        """Raises InvalidRequest for a request whose weights must not go in a request of their own.
+
+        The weights would replace another version before the server reads the digest that the request demands.
+        """
+        if "lora_expected_digest" in self._request.inputs:
+            raise InvalidRequest(
+                "lora_expected_digest with weights in a stream over HTTP: upload the adapter first, or use gRPC"
+            )
+
     def weights_are_uploaded(self) -> None:
         """The weights went in a request of their own."""
         self.sends_weights = False

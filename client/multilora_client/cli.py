@@ -83,6 +83,14 @@ LoraName = Annotated[
         show_default=False,
     ),
 ]
+ExpectedDigest = Annotated[
+    str | None,
+    typer.Option(
+        help="Digest that the adapter must have: another version does not answer. `upload` and `adapters list --json` "
+        "tell digests.",
+        show_default="any version",
+    ),
+]
 LoraStart = Annotated[
     int | None,
     typer.Option(
@@ -146,6 +154,7 @@ def generate(
     adapter: AdapterDir = None,
     lora_task_id: TaskId = None,
     lora_name: LoraName = None,
+    expected_digest: ExpectedDigest = None,
     lora_start: LoraStart = None,
     chat: AsChat = False,
     max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
@@ -174,6 +183,7 @@ def generate(
             messages=messages,
             adapter=chosen,
             lora_name=lora_name,
+            lora_expected_digest=expected_digest,
             lora_start=lora_start,
             max_tokens=max_tokens,
             temperature=temperature,
@@ -197,6 +207,7 @@ def stream(
     adapter: AdapterDir = None,
     lora_task_id: TaskId = None,
     lora_name: LoraName = None,
+    expected_digest: ExpectedDigest = None,
     lora_start: LoraStart = None,
     chat: AsChat = False,
     max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
@@ -223,6 +234,7 @@ def stream(
             messages=messages,
             adapter=chosen,
             lora_name=lora_name,
+            lora_expected_digest=expected_digest,
             lora_start=lora_start,
             max_tokens=max_tokens,
             temperature=temperature,
@@ -244,6 +256,7 @@ def chat(
     adapter: AdapterDir = None,
     lora_task_id: TaskId = None,
     lora_name: LoraName = None,
+    expected_digest: ExpectedDigest = None,
     system: System = None,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = None,
@@ -261,7 +274,13 @@ def chat(
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
         chosen, lora_name = _choose_adapter(adapter, lora_task_id, lora_name)
         options = GenerateOptions(
-            max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, lora_name=lora_name
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            lora_name=lora_name,
+            lora_expected_digest=expected_digest,
         )
         _chat(client, chosen, opening, options)
 
@@ -278,6 +297,14 @@ def upload(
         str | None,
         typer.Option("--name", "--lora-name", help="For one adapter only.", show_default="the directory's name"),
     ] = None,
+    expected_digest: Annotated[
+        str | None,
+        typer.Option(
+            help="Digest of the version that it replaces: where the server has another one, or none, nothing changes. "
+            "For one adapter only.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Send adapters to the server and print task id, digest, directory and name of each.
 
@@ -289,11 +316,13 @@ def upload(
       multilora upload adapters/pirate adapters/json
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client, progress_bars() as progress:
-        if (lora_task_id, name) != (None, None) and len(directories) > 1:
-            raise InvalidRequest("--lora-task-id and --name are of one adapter; leave them out to upload several")
+        if (lora_task_id, name, expected_digest) != (None, None, None) and len(directories) > 1:
+            raise InvalidRequest(
+                "--lora-task-id, --name and --expected-digest are of one adapter; leave them out to upload several"
+            )
         for directory in progress.track(directories, description="uploading"):
             adapter, lora_name = _load_named(directory, lora_task_id, name)
-            answer = client.upload(adapter, lora_name=lora_name)
+            answer = client.upload(adapter, lora_name=lora_name, expected_digest=expected_digest)
             _note_other_model(directory, adapter, client)
             typer.echo(f"{adapter.lora_task_id}\t{answer.lora_digest}\t{directory}\t{lora_name or ''}")
 

@@ -15,7 +15,7 @@ from multilora_client.calls import SITES_UNTOLD, AdapterLedger, Call
 from multilora_client.doors import DIRECT, Door
 from multilora_client.errors import AdapterNotFound, InvalidRequest
 from multilora_client.generation import Chunk, Generation
-from multilora_client.generation_inputs import generation_inputs, name_input, stop_inputs
+from multilora_client.generation_inputs import digest_input, generation_inputs, name_input, stop_inputs
 from multilora_client.grpc_transport import AsyncGrpcTransport, GrpcTransport
 from multilora_client.http_transport import AsyncHttpTransport, HttpTransport
 from multilora_client.keyed_transport import AsyncKeyedTransport, KeyedTransport, chosen_key
@@ -67,9 +67,12 @@ class _Calls:
         )
         return Call(request, adapter, self._ledger, options.get("num_return_sequences") or 1)
 
-    def upload(self, adapter: Adapter, lora_name: str | None, timeout_s: float | None) -> Call:
+    def upload(
+        self, adapter: Adapter, lora_name: str | None, timeout_s: float | None, expected_digest: str | None = None
+    ) -> Call:
         self._ledger.forget(adapter)
         inputs = {} if lora_name is None else name_input(lora_name)
+        inputs |= {} if expected_digest is None else digest_input(expected_digest)
         return Call(InferRequest(self._door.upload_model, uuid.uuid4().hex, inputs, timeout_s), adapter, self._ledger)
 
     def stop(self, request_id: str) -> InferRequest:
@@ -132,13 +135,22 @@ class Client:
             call.resend_weights(error)
             yield from self._stream(call, options.get("lora_name"))
 
-    def upload(self, adapter: Adapter, *, lora_name: str | None = None, timeout_s: float | None = None) -> Generation:
+    def upload(
+        self,
+        adapter: Adapter,
+        *,
+        lora_name: str | None = None,
+        timeout_s: float | None = None,
+        expected_digest: str | None = None,
+    ) -> Generation:
         """Send an adapter without a prompt, for requests by its id to find. The answer tells its `lora_digest`.
 
         lora_name: a name to find it by, too; its task id must be the name's (multilora_wire's `task_id_of_name`).
+        expected_digest: of the version that it replaces. Where the server has another version, or none, nothing is
+            changed, and AdapterConflict is raised. None: `lora_on_conflict` alone decides.
         Raises TimedOut after `timeout_s`; the server may have the adapter all the same.
         """
-        return self._infer(self._calls.upload(adapter, lora_name, timeout_s))
+        return self._infer(self._calls.upload(adapter, lora_name, timeout_s, expected_digest))
 
     def stop(self, request_id: str) -> None:
         """End the request with this id. An unknown id is not an error: the request may just have ended by itself."""
@@ -166,39 +178,50 @@ class Client:
         """Every adapter of the server, by task id."""
         return parse_adapters(self._transport.infer(operation_request("list")))
 
-    def load_adapter(self, adapter: int | str, source: str = "", path: str = "") -> AdapterInfo:
+    def load_adapter(
+        self, adapter: int | str, source: str = "", path: str = "", expected_digest: str | None = None
+    ) -> AdapterInfo:
         """Have the server fetch an adapter (a task id or a name) from its sources, or from the one named; or from disk.
 
         path: a directory of the server that one of its sources covers; it is then served under `adapter`.
-        Returns when the adapter is in host memory. Raises NotFound, InvalidRequest if the source's adapter is unusable.
+        expected_digest: see unload_adapter.
+        Returns when the adapter is in host memory. Raises NotFound, AdapterConflict, InvalidRequest if the source's
+        adapter is unusable.
         """
-        fields = load_fields(adapter, source, path)
+        fields = load_fields(adapter, source, path, expected_digest)
         return parse_adapter(self._transport.infer(operation_request("load", fields)))
 
-    def combine_adapters(self, adapter: int | str, members: Mapping[int | str, float]) -> AdapterInfo:
+    def combine_adapters(
+        self, adapter: int | str, members: Mapping[int | str, float], expected_digest: str | None = None
+    ) -> AdapterInfo:
         """Have the server make a set, under a task id or a name: the sum of its members' updates times their weights.
 
-        members: weights by task id or name. The set keeps the members' present versions. Returns when it is in host
+        members: weights by task id or name. The set keeps the members' present versions. expected_digest: of the set's
+        own name, see unload_adapter. Returns when it is in host
         memory. Raises NotFound for an unknown member, AdapterConflict, InvalidRequest, Unsupported.
         """
-        fields = combine_fields(adapter, members)
+        fields = combine_fields(adapter, members, expected_digest)
         return parse_adapter(self._transport.infer(operation_request("combine", fields)))
 
-    def unload_adapter(self, adapter: int | str, tenant: str = "") -> AdapterInfo:
+    def unload_adapter(self, adapter: int | str, tenant: str = "", expected_digest: str | None = None) -> AdapterInfo:
         """Make the server forget an adapter (a task id or a name). The answer is its record from before.
 
-        tenant: whose it is; those who run the server name one, tenants need not. Requests that use the adapter keep it
-        until they have finished. Raises NotFound.
+        tenant: whose it is; those who run the server name one, tenants need not. expected_digest: of the version that
+            is meant; nothing is changed where the task id or the name means another one, and AdapterConflict is raised.
+        Requests that use the adapter keep it until they have finished. Raises NotFound.
         """
-        return parse_adapter(self._transport.infer(operation_request("unload", which_adapter(adapter, tenant))))
+        fields = which_adapter(adapter, tenant, expected_digest)
+        return parse_adapter(self._transport.infer(operation_request("unload", fields)))
 
-    def pin_adapter(self, adapter: int | str, tenant: str = "") -> AdapterInfo:
-        """Keep an adapter in host memory; which one: see unload_adapter. Raises NotFound."""
-        return parse_adapter(self._transport.infer(operation_request("pin", which_adapter(adapter, tenant))))
+    def pin_adapter(self, adapter: int | str, tenant: str = "", expected_digest: str | None = None) -> AdapterInfo:
+        """Keep an adapter in host memory; which one: see unload_adapter. Raises NotFound, AdapterConflict."""
+        fields = which_adapter(adapter, tenant, expected_digest)
+        return parse_adapter(self._transport.infer(operation_request("pin", fields)))
 
-    def unpin_adapter(self, adapter: int | str, tenant: str = "") -> AdapterInfo:
-        """Let a pinned adapter be evicted again; which one: see unload_adapter. Raises NotFound."""
-        return parse_adapter(self._transport.infer(operation_request("unpin", which_adapter(adapter, tenant))))
+    def unpin_adapter(self, adapter: int | str, tenant: str = "", expected_digest: str | None = None) -> AdapterInfo:
+        """Let a pinned adapter be evicted again; which one: see unload_adapter. Raises NotFound, AdapterConflict."""
+        fields = which_adapter(adapter, tenant, expected_digest)
+        return parse_adapter(self._transport.infer(operation_request("unpin", fields)))
 
     def adapter_events(self, since: int = 0) -> AdapterEvents:
         """The events of adapters after number `since`, as far as the server remembers them."""
@@ -250,6 +273,7 @@ class Client:
 
     def _stream(self, call: Call, lora_name: str | None) -> Generator[Chunk, None, None]:
         if call.adapter and call.sends_weights and not self._transport.streams_tensors:
+            call.check_upload_apart()
             self.upload(call.adapter, lora_name=lora_name, timeout_s=call.request.timeout_s)
             call.weights_are_uploaded()
         self._check_origin(call)
@@ -307,10 +331,15 @@ class AsyncClient:
                     yield chunk
 
     async def upload(
-        self, adapter: Adapter, *, lora_name: str | None = None, timeout_s: float | None = None
+        self,
+        adapter: Adapter,
+        *,
+        lora_name: str | None = None,
+        timeout_s: float | None = None,
+        expected_digest: str | None = None,
     ) -> Generation:
         """Send an adapter without a prompt; see Client.upload."""
-        return await self._infer(self._calls.upload(adapter, lora_name, timeout_s))
+        return await self._infer(self._calls.upload(adapter, lora_name, timeout_s, expected_digest))
 
     async def stop(self, request_id: str) -> None:
         """End the request with this id; see Client.stop."""
@@ -335,27 +364,40 @@ class AsyncClient:
         """Every adapter of the server, by task id."""
         return parse_adapters(await self._transport.infer(operation_request("list")))
 
-    async def load_adapter(self, adapter: int | str, source: str = "", path: str = "") -> AdapterInfo:
+    async def load_adapter(
+        self, adapter: int | str, source: str = "", path: str = "", expected_digest: str | None = None
+    ) -> AdapterInfo:
         """Have the server fetch an adapter from its sources; see Client.load_adapter."""
-        fields = load_fields(adapter, source, path)
+        fields = load_fields(adapter, source, path, expected_digest)
         return parse_adapter(await self._transport.infer(operation_request("load", fields)))
 
-    async def combine_adapters(self, adapter: int | str, members: Mapping[int | str, float]) -> AdapterInfo:
+    async def combine_adapters(
+        self, adapter: int | str, members: Mapping[int | str, float], expected_digest: str | None = None
+    ) -> AdapterInfo:
         """Have the server make a set; see Client.combine_adapters."""
-        fields = combine_fields(adapter, members)
+        fields = combine_fields(adapter, members, expected_digest)
         return parse_adapter(await self._transport.infer(operation_request("combine", fields)))
 
-    async def unload_adapter(self, adapter: int | str, tenant: str = "") -> AdapterInfo:
+    async def unload_adapter(
+        self, adapter: int | str, tenant: str = "", expected_digest: str | None = None
+    ) -> AdapterInfo:
         """Make the server forget an adapter; see Client.unload_adapter."""
-        return parse_adapter(await self._transport.infer(operation_request("unload", which_adapter(adapter, tenant))))
+        fields = which_adapter(adapter, tenant, expected_digest)
+        return parse_adapter(await self._transport.infer(operation_request("unload", fields)))
 
-    async def pin_adapter(self, adapter: int | str, tenant: str = "") -> AdapterInfo:
-        """Keep an adapter in host memory; which one: see unload_adapter. Raises NotFound."""
-        return parse_adapter(await self._transport.infer(operation_request("pin", which_adapter(adapter, tenant))))
+    async def pin_adapter(
+        self, adapter: int | str, tenant: str = "", expected_digest: str | None = None
+    ) -> AdapterInfo:
+        """Keep an adapter in host memory; which one: see unload_adapter. Raises NotFound, AdapterConflict."""
+        fields = which_adapter(adapter, tenant, expected_digest)
+        return parse_adapter(await self._transport.infer(operation_request("pin", fields)))
 
-    async def unpin_adapter(self, adapter: int | str, tenant: str = "") -> AdapterInfo:
-        """Let a pinned adapter be evicted again; which one: see unload_adapter. Raises NotFound."""
-        return parse_adapter(await self._transport.infer(operation_request("unpin", which_adapter(adapter, tenant))))
+    async def unpin_adapter(
+        self, adapter: int | str, tenant: str = "", expected_digest: str | None = None
+    ) -> AdapterInfo:
+        """Let a pinned adapter be evicted again; which one: see unload_adapter. Raises NotFound, AdapterConflict."""
+        fields = which_adapter(adapter, tenant, expected_digest)
+        return parse_adapter(await self._transport.infer(operation_request("unpin", fields)))
 
     async def adapter_events(self, since: int = 0) -> AdapterEvents:
         """The events of adapters after number `since`, as far as the server remembers them."""
@@ -409,6 +451,7 @@ class AsyncClient:
 
     async def _stream(self, call: Call, lora_name: str | None) -> AsyncGenerator[Chunk, None]:
         if call.adapter and call.sends_weights and not self._transport.streams_tensors:
+            call.check_upload_apart()
             await self.upload(call.adapter, lora_name=lora_name, timeout_s=call.request.timeout_s)
             call.weights_are_uploaded()
         await self._check_origin(call)

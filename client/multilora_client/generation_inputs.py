@@ -42,6 +42,11 @@ def name_input(lora_name: str) -> dict[str, Tensor]:
     return {"lora_name": _strings("lora_name", [lora_name])}
 
 
+def digest_input(digest: str) -> dict[str, Tensor]:
+    """The input that tells the version of an adapter. Raises InvalidRequest unless it is Unicode text."""
+    return {"lora_expected_digest": _strings("expected digest", [digest])}
+
+
 def stop_inputs() -> dict[str, Tensor]:
     """The inputs of a request that ends the request with the same id."""
     return {"stop": numeric_tensor(True, np.bool_)}
@@ -144,6 +149,8 @@ def _sampling_inputs(options: GenerateOptions) -> dict[str, Tensor]:
             inputs[f"guided_decoding_{option}"] = _strings(option, [given[option]])
     if "lora_name" in given:
         inputs |= name_input(given["lora_name"])
+    if "lora_expected_digest" in given:
+        inputs |= digest_input(given["lora_expected_digest"])
     if "lora_set" in given:
         members = {task_id_of_name(key) if isinstance(key, str) else key: w for key, w in given["lora_set"].items()}
         inputs["lora_set_task_ids"] = checked_tensor("lora_set", list(members), np.uint64)

@@ -55,21 +55,25 @@ class AdapterEvents:
     num_missed: int
 
 
-def which_adapter(adapter: int | str, tenant: str = "") -> dict[str, int | str]:
-    """The fields that name an adapter: by its task id, or by its name; and by its tenant if there is one."""
+def which_adapter(adapter: int | str, tenant: str = "", expected_digest: str | None = None) -> dict[str, int | str]:
+    """The fields that name an adapter: by its task id or its name, and its tenant and digest where they are given."""
     named: dict[str, int | str] = {"name": adapter} if isinstance(adapter, str) else {"lora_task_id": adapter}
-    return named | {"tenant": tenant} if tenant else named
+    named |= {"tenant": tenant} if tenant else {}
+    return named if expected_digest is None else named | {"expected_digest": expected_digest}
 
 
-def load_fields(adapter: int | str, source: str, path: str) -> dict[str, int | str]:
+def load_fields(adapter: int | str, source: str, path: str, expected_digest: str | None = None) -> dict[str, int | str]:
     """The fields of a `load`. A server that knows no paths refuses the field, so it goes only where there is a path."""
-    return which_adapter(adapter) | {"source": source} | ({"path": path} if path else {})
+    which = which_adapter(adapter, expected_digest=expected_digest)
+    return which | {"source": source} | ({"path": path} if path else {})
 
 
-def combine_fields(adapter: int | str, members: Mapping[int | str, float]) -> dict[str, Any]:
+def combine_fields(
+    adapter: int | str, members: Mapping[int | str, float], expected_digest: str | None = None
+) -> dict[str, Any]:
     """The fields of a `combine`. members: the weights of the adapters that the set is made of."""
     named = [which_adapter(member) | {"weight": weight} for member, weight in members.items()]
-    return {**which_adapter(adapter), "members": named}
+    return {**which_adapter(adapter, expected_digest=expected_digest), "members": named}
 
 
 def operation_request(operation: OperationName, fields: Mapping[str, Any] | None = None) -> InferRequest:

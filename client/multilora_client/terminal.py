@@ -54,6 +54,8 @@ def _remedy(error: Exception) -> str:
     """What to do at the command line, where an error's own text speaks of tensors or of the server."""
     if isinstance(error, Unauthenticated):
         return f"; set {API_KEY_VARIABLE} to a key of this server"
+    if isinstance(error, AdapterConflict) and "expected digest" in str(error):
+        return "; `multilora adapters list --json` tells the digests"
     if isinstance(error, AdapterConflict):
         return "; here: --name OTHER, or `multilora adapters unload NAME` first"
     if isinstance(error, AdapterNotFound):

@@ -150,6 +150,23 @@ def test_several_adapters_are_changed_one_after_the_other(fake_triton: Any, oper
     assert cells(result, 3)[0] == "7"
 
 
+@pytest.mark.parametrize("operation", ["load", "pin", "unpin", "unload"])
+def test_an_operation_may_name_the_version_that_it_is_on(fake_triton: Any, operation: str) -> None:
+    fake_triton.report = {"adapter": PIRATE}
+    run(fake_triton, operation, 7, "--expected-digest", "ab")
+    (sent,) = operations(fake_triton)
+    assert (sent["operation"], sent["lora_task_id"], sent["expected_digest"]) == (operation, 7, "ab")
+    result = run(fake_triton, operation, 7, 8, "--expected-digest", "ab")
+    assert (result.exit_code, "--expected-digest is of one adapter" in result.stderr) == (1, True)
+    assert len(operations(fake_triton)) == 1
+
+
+def test_a_set_may_replace_a_version_that_is_named(fake_triton: Any) -> None:
+    fake_triton.report = {"adapter": PIRATE}
+    run(fake_triton, "combine", "both", "pirate=1", "--expected-digest", "ab")
+    assert operations(fake_triton)[0]["expected_digest"] == "ab"
+
+
 def test_adapters_are_loaded_from_the_source_that_is_asked_for(fake_triton: Any) -> None:
     fake_triton.report = {"adapter": PIRATE}
     assert cells(run(fake_triton, "load", "acme/pirate", "--source", "hub"), 1)[0] == "7"

@@ -72,6 +72,21 @@ def test_an_adapter_of_the_server_goes_by_its_name(fake_triton: Any, command: st
     assert "lora_task_id" not in inputs
 
 
+@pytest.mark.parametrize("command", ["generate", "stream", "chat"])
+def test_a_request_may_demand_a_version(fake_triton: Any, command: str) -> None:
+    prompt, which = [] if command == "chat" else ["hi"], ["--name", "pirate", "--expected-digest", "ab" * 16]
+    run(command, *prompt, "--url", fake_triton.url, *which, stdin="hi\n")
+
+    assert fake_triton.received[0][1]["lora_expected_digest"] == ["ab" * 16]
+
+
+def test_an_upload_may_name_the_version_that_it_replaces(fake_triton: Any, converted: Path) -> None:
+    upload = ["upload", converted, "--url", fake_triton.url, "--expected-digest", "ab" * 16]
+    run(*upload)
+
+    assert [inputs.get("lora_expected_digest") for _, inputs in fake_triton.received] == [["ab" * 16]]
+
+
 def test_a_name_and_another_choice_of_an_adapter_contradict_each_other(fake_triton: Any) -> None:
     result = run("generate", "hi", "--url", fake_triton.url, "--name", "acme/pirate", "--lora-task-id", 7)
 
@@ -232,11 +247,11 @@ def test_upload_tells_of_an_adapter_that_names_another_model(
 
 
 def test_one_task_id_cannot_name_two_adapters(fake_triton: Any, converted: Path) -> None:
-    for option in (["--lora-task-id", 7], ["--name", "pirate"]):
+    for option in (["--lora-task-id", 7], ["--name", "pirate"], ["--expected-digest", "ab" * 16]):
         result = run("upload", converted, converted, *option, "--url", fake_triton.url)
 
         assert result.exit_code == 1
-        assert result.stderr.startswith("error: [INVALID_ARG] --lora-task-id and --name are of one adapter")
+        assert result.stderr.startswith("error: [INVALID_ARG] --lora-task-id, --name and --expected-digest are of")
     assert not fake_triton.received
 
 

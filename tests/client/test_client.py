@@ -704,6 +704,16 @@ def test_what_is_told_of_prompts_and_where_answers_end_are_options(make_client: 
     assert inputs["stop_words_list"] == ("INT32", (1, 2, 2), [40, 2, 1, 2])
 
 
+def test_the_digest_that_a_version_must_have_is_an_input(make_client: Any, adapter: Adapter) -> None:
+    inputs = sent_inputs(make_client, "hi", lora_name="pirate", lora_expected_digest="ab" * 16)
+    assert inputs["lora_expected_digest"] == ("BYTES", (1, 1), ["ab" * 16])
+    server = Server()
+    make_client(server).upload(adapter, expected_digest="cd" * 16)
+    make_client(server).upload(adapter)
+    assert values(server.requests[0], "lora_expected_digest") == ["cd" * 16]
+    assert "lora_expected_digest" not in server.requests[1].inputs
+
+
 def test_token_ids_and_messages_are_prompts_too(make_client: Any) -> None:
     messages = [{"role": "user", "content": "¿qué?"}]
 

@@ -94,6 +94,26 @@ both = pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asyn
             {"adapter": PIRATE},
             INFO,
         ),
+        *(
+            (
+                lambda c, name=name: getattr(c, f"{name}_adapter")(7, expected_digest="ab"),
+                {"operation": name, "lora_task_id": 7, "expected_digest": "ab"} | more,
+                {"adapter": PIRATE},
+                INFO,
+            )
+            for name, more in (("load", {"source": ""}), ("unload", {}), ("pin", {}), ("unpin", {}))
+        ),
+        (
+            lambda c: c.combine_adapters("both", {7: 1.0}, ""),
+            {
+                "operation": "combine",
+                "name": "both",
+                "members": [{"lora_task_id": 7, "weight": 1.0}],
+                "expected_digest": "",
+            },
+            {"adapter": PIRATE},
+            INFO,
+        ),
         (lambda c: c.describe_model(), {"operation": "describe"}, msgspec.to_builtins(MODEL), MODEL),
         (lambda c: c.unload_adapter(0), {"operation": "unload", "lora_task_id": 0}, {"adapter": PIRATE}, INFO),
         (

@@ -340,7 +340,7 @@ def test_an_unload_is_asked_twice_and_kept_in_mind_while_the_adapter_changes(pag
     page.get_by_role("button", name="Close message").click()
 
     expect(page.get_by_text("gone already")).to_have_count(0)
-    assert unloaded == [{"which": {"lora_task_id": "7"}, "tenant": ""}]
+    assert unloaded == [{"which": {"lora_task_id": "7"}, "tenant": "", "expected_digest": "ab" * 16}]
 
 
 def test_an_eviction_is_seen_in_its_tier(page: Page) -> None:

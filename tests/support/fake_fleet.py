@@ -143,6 +143,8 @@ class FakeWorker:
                 adapters = [_info(task_id, self.worker_id) for task_id in self.in_engine]
                 report: Any = AdapterList(adapters)
             case UnloadAdapter(lora_task_id=int(number), tenant=tenant):
+                if present := self.in_engine.get(scoped_task_id(tenant, number)):
+                    message.operation.expectation.check(number, "", present, present)
                 report = AdapterReport(await self.unload(number, tenant))
             case LoadAdapter(lora_task_id=int(number), tenant=tenant):
                 if scoped_task_id(tenant, number) not in self.in_engine:

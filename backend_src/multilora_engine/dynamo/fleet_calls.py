@@ -146,10 +146,20 @@ class FleetCalls:
         """Carry out an operation on one adapter, which the engine may not have yet, or not any more."""
         number, name = _number(operation), operation.name or ""
         task_id = scoped_task_id(operation.tenant, number)
+        if digest := self._uploads.digest(task_id):
+            # The version of the fleet counts. The engine may have an earlier one.
+            operation.expectation.check(number, name, digest, digest)
+            operation = msgspec.structs.replace(operation, expected_digest=None)
+            message = msgspec.structs.replace(message, operation=operation)
         if isinstance(operation, UnloadAdapter):
-            # This comes first, and also if the engine lacks the adapter: it would come back with the next request.
-            await self._catalogue.forget(task_id, name)
+            # This comes first, and also if the engine lacks the adapter: it would come back with the next request. An
+            # engine that compares the digest may refuse, so that it comes before.
+            is_compared = operation.expected_digest is not None
+            if not is_compared:
+                await self._catalogue.forget(task_id, name)
             output = await self._operator.carry(message)
+            if is_compared:
+                await self._catalogue.forget(task_id, name)
             info = msgspec.json.decode(output.text, type=AdapterReport).adapter
             if info.name and not info.tenant:
                 await self._adapters.hide(info.name)

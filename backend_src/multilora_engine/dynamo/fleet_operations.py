@@ -63,6 +63,11 @@ class FleetOperator:
 
     async def _ask_all(self, message: Operate) -> Report:
         operation = message.operation
+        if isinstance(operation, LoadAdapter) and operation.expected_digest is not None:
+            raise Unsupported(
+                "expected_digest of a load in a fleet: each worker loads for itself; load each version under a name of "
+                "its own"
+            )
         if isinstance(operation, LoadAdapter) and operation.path:
             await self._read(operation, message)
             operation = LoadAdapter(operation.lora_task_id, operation.name, operation.tenant)

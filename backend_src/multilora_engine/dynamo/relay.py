@@ -168,10 +168,12 @@ class FleetRelay:
         """Begin the upload of the adapter that came with requests. The task's result is the worker that has it."""
         if message.adapter is None:
             return None
-        return self._loop.create_task(self._upload(message.adapter, message.requests[0], payload))
+        return self._loop.create_task(self._upload(message, message.adapter, payload))
 
-    async def _upload(self, header: AdapterHeader, first: GenerationRequest, payload: memoryview) -> int:
+    async def _upload(self, message: Add, header: AdapterHeader, payload: memoryview) -> int:
+        first = message.requests[0]
         try:
+            message.check_sent()
             return await self._uploads.take(header, first.lora_name, payload, partial(self._router.pick, first, ()))
         finally:
             if first.request_id not in self._tasks:
@@ -239,6 +241,11 @@ class FleetRelay:
                 worker_id = None
 
     async def _put(self, front: bytes, message: PutAdapter, payload: memoryview) -> None:
+        if message.expected_digest:
+            raise Unsupported(
+                "lora_expected_digest of an upload in a fleet: its workers take uploads at the same time; upload each "
+                "version under a name of its own"
+            )
         await self._uploads.take(message.adapter, message.lora_name, payload, self._router.pick_any)
         self._fronts.send(front, AdapterTaken(message.request_id))
         done = TokenOutput(message.request_id, [], "", finish_reason="stop", lora_digest=message.adapter.digest)

@@ -34,16 +34,12 @@ def check_name(name: str) -> str:
     return name
 
 
-def check_digest(name: str, digest: str) -> str:
-    """`digest`, if it has the form in which the output `lora_digest` tells the digest of an adapter.
+DIGEST_FORM = "32 hex digits in lower case, as lora_digest tells them"
 
-    name: of the input. Raises InvalidRequest.
-    """
-    if not _DIGEST.fullmatch(digest):
-        raise InvalidRequest(
-            f"{name} is {digest[:80]!r}, expected 32 hex digits in lower case, as lora_digest tells them"
-        )
-    return digest
+
+def is_digest(text: str) -> bool:
+    """Whether a text could be the digest of an adapter: `DIGEST_FORM`."""
+    return _DIGEST.fullmatch(text) is not None
 
 
 def is_plain_path(path: str) -> bool:

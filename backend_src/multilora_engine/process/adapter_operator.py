@@ -15,6 +15,7 @@ from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import SetMember, TaskId, checked_members, scoped_task_id, task_id_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters, describe_remote
 from multilora_engine.lora.sources.source import AdapterKey
+from multilora_engine.lora.versions import ANY_VERSION, Expectation
 from multilora_engine.process.messages import AdapterScope
 from multilora_engine.process.operations import (
     AdapterList,
@@ -102,8 +103,8 @@ class AdapterOperator:
     def execute(self, operation: Operation, scope: AdapterScope) -> Report | PendingReport:
         """Carry out an operation. The caller has checked the sender's rights.
 
-        scope: the adapters that the sender may see. Raises AdapterNotFound, AdapterNotHere, InvalidRequest or
-        Unavailable, and changes nothing then.
+        scope: the adapters that the sender may see. Raises AdapterNotFound, AdapterNotHere, AdapterVersionChanged,
+        InvalidRequest or Unavailable, and changes nothing then.
         """
         match operation:
             case ListAdapters():
@@ -167,8 +168,10 @@ class AdapterOperator:
         name = operation.name or ""
         lora_task_id = task_id_of(name) if operation.lora_task_id is None else operation.lora_task_id
         key, task_id = AdapterKey(lora_task_id, name), scoped_task_id(operation.tenant, lora_task_id)
+        present = self._adapters.inventory.digest(task_id)
+        operation.expectation.check(lora_task_id, name, present, present)
         if operation.path:
-            return self._fetch(key, operation.source, operation.path)
+            return self._fetch(key, operation.source, operation.path, operation.expectation)
         try:
             arrived = self._adapters.load(task_id)
         except AdapterNotFound as error:
@@ -184,9 +187,10 @@ class AdapterOperator:
             SetMember(_member_id(member), member.weight, member.tenant) for member in operation.members
         )
         task_id = scoped_task_id(operation.tenant, number)
-        if (fetch := self._sets.fetch(task_id, members, name)) is None:
+        expectation = operation.expectation
+        if (fetch := self._sets.fetch(task_id, members, name, expectation=expectation)) is None:
             return self._when_arrived(task_id, self._adapters.load(task_id))
-        return PendingReport(lambda: _has_arrived(fetch), lambda: self._fetched(fetch))
+        return PendingReport(lambda: _has_arrived(fetch), lambda: self._fetched(fetch, expectation))
 
     def _when_arrived(self, task_id: TaskId, arrived: Future[None]) -> PendingReport:
         return PendingReport(arrived.done, lambda: self._arrived(task_id, arrived))
@@ -197,18 +201,20 @@ class AdapterOperator:
         arrived.result(timeout=0)
         return AdapterReport(self._adapters.inventory.info(task_id))
 
-    def _fetch(self, key: AdapterKey, source: str, path: str = "") -> PendingReport:
+    def _fetch(
+        self, key: AdapterKey, source: str, path: str = "", expectation: Expectation = ANY_VERSION
+    ) -> PendingReport:
         try:
-            fetch = self._remote.fetch(key, source, path)
+            fetch = self._remote.fetch(key, source, path, expectation)
         except AdapterNotFound as error:
             raise error.under_name(key.name) from None
-        return PendingReport(lambda: _has_arrived(fetch), lambda: self._fetched(fetch))
+        return PendingReport(lambda: _has_arrived(fetch), lambda: self._fetched(fetch, expectation))
 
-    def _fetched(self, fetch: Fetch) -> AdapterReport:
-        if isinstance(fetch.error, AdapterNotFound):
-            raise fetch.error.under_name(fetch.key.name)
-        if fetch.error is not None:
-            raise fetch.error
+    def _fetched(self, fetch: Fetch, expectation: Expectation) -> AdapterReport:
+        try:
+            fetch.check(expectation)
+        except AdapterNotFound as error:
+            raise error.under_name(fetch.key.name) from None
         if fetch.arrived is not None:
             return self._arrived(fetch.task_id, fetch.arrived)
         return AdapterReport(self._adapters.inventory.info(fetch.task_id))
@@ -223,7 +229,12 @@ class AdapterOperator:
         return AdapterReport(self._find(operation))
 
     def _find(self, operation: UnloadAdapter | PinAdapter | UnpinAdapter) -> AdapterInfo:
-        """The present version of the adapter that an operation names."""
+        """The present version of the adapter that an operation names. Raises AdapterVersionChanged for another one."""
+        info = self._named(operation)
+        operation.expectation.check(info.lora_task_id, info.name, info.digest, info.digest)
+        return info
+
+    def _named(self, operation: UnloadAdapter | PinAdapter | UnpinAdapter) -> AdapterInfo:
         lora_task_id, name = operation.lora_task_id, operation.name
         if lora_task_id is None:
             assert name is not None, "an operation names its adapter"

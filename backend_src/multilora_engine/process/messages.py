@@ -23,6 +23,7 @@ from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import RequestError
 from multilora_engine.lora.layout import NO_TRAITS, AdapterTraits, PackedAdapter, PackedRow
 from multilora_engine.lora.names import TaskId, number_of, scoped_task_id, tenant_of
+from multilora_engine.lora.versions import Expectation
 from multilora_engine.process.operations import Operation
 from multilora_engine.request import GenerationRequest, Sender, TokenOutput
 
@@ -66,6 +67,15 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     client_request_id: str = ""
     adapter: AdapterHeader | None = None
     trace_id: str = ""
+
+    def check_sent(self) -> None:
+        """Raises AdapterVersionNotFound where a request demands another version than the one that came with it."""
+        if self.adapter is None:
+            return
+        number, digest = self.adapter.lora_task_id, self.adapter.digest
+        for request in self.requests:
+            if request.task_id == self.adapter.task_id:
+                Expectation(request.lora_expected_digest).check(number, request.lora_name, digest, digest)
 
 
 class PutAdapter(msgspec.Struct, frozen=True, tag=True):

@@ -14,6 +14,8 @@ import msgspec
 from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats, WeightInfo, WeightStats
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.life_cycle import LoRAStats, Residency
+from multilora_engine.lora.names import DIGEST_FORM, is_digest
+from multilora_engine.lora.versions import Expectation
 from multilora_engine.process.telemetry import RequestStats, Usage
 from multilora_wire.adapter_event import AdapterEvent
 from multilora_wire.adapter_info import AdapterInfo
@@ -41,17 +43,26 @@ class _Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 class _OnAdapter(_Operation, frozen=True):
     """An operation on one adapter, by its task id or its name; both must mean the same one.
 
-    tenant: whose adapter it is, empty if it belongs to none.
+    tenant: whose adapter it is, empty if it belongs to none. expected_digest: the digest of the version that the task
+        id or the name means now; the operation is refused and changes nothing if that is another one. None: any.
     """
 
     lora_task_id: int | None = None
     name: str | None = None
     tenant: str = ""
+    expected_digest: str | None = None
 
     def __post_init__(self) -> None:
         if self.lora_task_id is None and self.name is None:
             raise ValueError("say which adapter: give lora_task_id or name")
         check_task_id(self.lora_task_id)
+        if self.expected_digest is not None and not is_digest(self.expected_digest):
+            raise ValueError(f"expected_digest is {self.expected_digest[:80]!r}, expected {DIGEST_FORM}")
+
+    @property
+    def expectation(self) -> Expectation:
+        """The version that the operation is on."""
+        return Expectation(replaced=self.expected_digest or "")
 
 
 class ListAdapters(_Operation, frozen=True, tag="list"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
@@ -283,7 +283,7 @@ class EngineServer:
             sender = message.requests[0].sender
             self._rates.admit(sender, len(message.requests))
             if message.adapter is not None:
-                self._check_sent(message.adapter, message.requests)
+                message.check_sent()
                 self._put_adapter(message.adapter, payload, message.requests[0].lora_name)
                 self._fronts.send(front, AdapterTaken(message.requests[0].request_id))
             for request in message.requests:
@@ -306,13 +306,6 @@ class EngineServer:
             if not message.requests[0].sender.is_canary:
                 self._telemetry.refuse(code, num_refused)
             raise
-
-    def _check_sent(self, header: AdapterHeader, requests: Sequence[GenerationRequest]) -> None:
-        """Raises AdapterVersionNotFound where a request demands another version than the one that came with it."""
-        for request in requests:
-            if request.task_id == header.task_id:
-                expectation = Expectation(answering=request.lora_expected_digest)
-                expectation.check(header.lora_task_id, request.lora_name, header.digest, header.digest)
 
     def _add_request(self, request: GenerationRequest) -> None:
         try:

@@ -89,7 +89,9 @@ class LlmapiFront(GenerationFront):
             if not responder.request_id:
                 raise InvalidRequest("A request id must be provided for request cancellation")
             return InputTensors.of({"stop": np.array([[True]])})
-        refuse_lost_inputs(parameters_of(request, info.limits.max_metadata_bytes), _NAMES)
+        parameters = parameters_of(request, info.limits.max_metadata_bytes)
+        digests = parameters.pop("lora_expected_digest", [])
+        refuse_lost_inputs(parameters, _NAMES)
         refuse_unsupported(inputs)
         if _scalar(inputs, "streaming") and not self._can_stream:
             raise InvalidRequest(
@@ -97,7 +99,7 @@ class LlmapiFront(GenerationFront):
                 "llmapi-decoupled streams"
             )
         responder.told = {name for flag, name in _TOLD.items() if _scalar(inputs, flag)}
-        return InputTensors.of(read_llmapi(inputs))
+        return InputTensors.of({**read_llmapi(inputs), **_expected_digest(digests)})
 
     def _reply(
         self, call: GenerateCall, rows: Mapping[str, ReplyRow], responder: Responder, tokenizer: Tokenizer
@@ -158,6 +160,13 @@ def _read_adapter(inputs: InputTensors) -> dict[str, NDArray[Any]]:
     if not 0 < len(path.encode()) <= _MAX_PATH_BYTES:
         raise InvalidRequest(f"lora_path has {len(path.encode())} bytes, expected 1 .. {_MAX_PATH_BYTES}")
     return {"lora_task_id": _row(inputs, "lora_id"), "lora_path": _row(inputs, "lora_path")}
+
+
+def _expected_digest(values: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """The digest that the adapter must have, a parameter of the request: the protocol has no input for it."""
+    if len(values) > 1:
+        raise InvalidRequest(f"lora_expected_digest has {len(values)} values; send it once")
+    return {"lora_expected_digest": np.array([[value.encode()] for value in values], np.object_)} if values else {}
 
 
 def _row(inputs: InputTensors, name: str) -> NDArray[Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.layout import PackedAdapter
-from multilora_engine.lora.names import SetMember, check_digest, checked_members, set_task_id, task_id_of
+from multilora_engine.lora.names import DIGEST_FORM, SetMember, checked_members, is_digest, set_task_id, task_id_of
 from multilora_engine.serving.inputs import InputTensors
 from multilora_wire.adapter_origin import WrongBaseModel
 from multilora_wire.gguf.adapter import NO_CONFIG, is_gguf, read_gguf_adapter
@@ -164,8 +164,11 @@ def check_adapter_tensors(inputs: InputTensors) -> None:
 
 def read_expected_digest(inputs: InputTensors, row: int) -> str:
     """The digest that a row demands of its adapter; empty if the row demands none. Raises InvalidRequest."""
-    digest = inputs.text("lora_expected_digest", row)
-    return "" if digest is None else check_digest("lora_expected_digest", digest)
+    if (digest := inputs.text("lora_expected_digest", row)) is None:
+        return ""
+    if not is_digest(digest):
+        raise InvalidRequest(f"lora_expected_digest is {digest[:80]!r}, expected {DIGEST_FORM}")
+    return digest
 
 
 _SET = ("lora_set_task_ids", "lora_set_weights")

@@ -45,7 +45,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class VllmSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's sampling parameters that this server keeps, with vLLM's defaults, and the adapter's name.
+    """vLLM's sampling parameters that this server keeps, with vLLM's defaults, and the adapter's name and digest.
 
     max_tokens None: up to the end of the context. top_k 0 and -1: no restriction. seed None and -1: none.
     logprobs: how many of the likeliest tokens beside each token of the answer; 0: the token alone.
@@ -72,6 +72,7 @@ class VllmSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
     structured_outputs: str | StructuredOutputs | None = None
     lora_name: str | None = None
+    lora_expected_digest: str | None = None
 
 
 _SAME_ANSWER: Mapping[str, frozenset[str]] = {
@@ -260,6 +261,8 @@ def tensors_of(sampling: VllmSampling, info: EngineInfo, tokenizer: Tokenizer) -
         arrays["truncate_prompt_tokens"] = _integers(sampling.truncate_prompt_tokens)
     if sampling.lora_name is not None:
         arrays["lora_name"] = _texts([sampling.lora_name])
+    if sampling.lora_expected_digest is not None:
+        arrays["lora_expected_digest"] = _texts([sampling.lora_expected_digest])
     return arrays | _guide_tensors(sampling.structured_outputs)
 
 

@@ -48,6 +48,7 @@ def test_two_thousand_adapters_are_a_short_answer(console: TestClient, server: A
         ({"which": {"lora_task_id": str(LARGEST)}}, {"lora_task_id": LARGEST}),
         ({"which": {"lora_name": "7"}}, {"name": "7"}),
         ({"which": {"lora_task_id": "7"}, "tenant": "acme"}, {"lora_task_id": 7, "tenant": "acme"}),
+        ({"which": {"lora_name": "a"}, "expected_digest": "ab"}, {"name": "a", "expected_digest": "ab"}),
     ],
 )
 def test_an_operation_reaches_the_adapter_that_is_meant(

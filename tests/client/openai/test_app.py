@@ -20,6 +20,7 @@ from multilora_client import (
     AsyncMockTransport,
     InferRequest,
     InvalidRequest,
+    NotFound,
     Response,
     parse_error,
 )
@@ -607,3 +608,18 @@ def test_an_adapter_of_another_model_is_an_error_of_the_request(
     assert answer.json()["error"]["code"] == "invalid_adapter"
     assert "q_proj has 2 inputs and 1 outputs there, 64 inputs and 64 outputs here" in answer.json()["error"]["message"]
     assert server.requests == []
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_a_request_may_demand_the_version_of_its_adapter(front: TestClient, server: Any, path: str) -> None:
+    prompt = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "input": "hi"}
+    field = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}[path]
+    body = {"model": "pirate", field: prompt[field]}
+    assert front.post(path, json=body | {"lora_expected_digest": "ab" * 16}).status_code == 200
+    assert server.value("lora_expected_digest") == "ab" * 16
+    assert front.post(path, json=body).status_code == 200
+    assert server.value("lora_expected_digest") is None
+    refused = front.post(path, json=body | {"lora_expected_digest": "AB" * 16})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_expected_digest")
+    server.error = NotFound("LoRA task 7 has the digest x and lora_expected_digest is y")
+    assert front.post(path, json=body | {"lora_expected_digest": "ab" * 16}).status_code == 404

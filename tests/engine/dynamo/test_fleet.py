@@ -48,6 +48,7 @@ from multilora_engine.process.messages import adapter_header, adapter_payload
 from multilora_engine.process.operations import (
     AdapterList,
     ListAdapters,
+    LoadAdapter,
     Operation,
     PinAdapter,
     ReadStats,
@@ -604,6 +605,44 @@ def test_operations_concern_every_worker(tmp_path: Path) -> None:
             assert (await front.operate(ReadStats())).error_code == "UNSUPPORTED"
             fleet.workers.clear()
             assert (await front.operate(ListAdapters())).error_code == "UNAVAILABLE"
+
+    run(test())
+
+
+def test_a_version_is_unloaded_by_its_digest_and_other_operations_by_digest_are_refused_by_name(tmp_path: Path) -> None:
+    async def test() -> None:
+        fleet = FakeFleet(2)
+        async with served(fleet, tmp_path) as front:
+            digest = packed().digest
+            await front.put(7, packed(), "chat")
+            refused = await front.operate(UnloadAdapter(7, expected_digest="0" * 32))
+            assert refused.error_code == "ALREADY_EXISTS"
+            assert f"has the digest {digest} and the expected digest is {'0' * 32}" in str(refused.error_message)
+            assert (await front.ask("r", [5], 7))[-1].lora_digest == digest
+            fleet[1].in_engine[9] = "e" * 32
+            assert (await front.operate(UnloadAdapter(9, expected_digest="0" * 32))).error_code == "ALREADY_EXISTS"
+            assert fleet[1].in_engine[9] == "e" * 32
+            assert (await front.operate(UnloadAdapter(9, expected_digest="e" * 32))).error_code is None
+            assert (await front.operate(UnloadAdapter(7, expected_digest=digest))).error_code is None
+            assert (await front.ask("s", [5], 7))[-1].error_code == "NOT_FOUND"
+            assert (await front.operate(LoadAdapter(7, expected_digest=digest))).error_code == "UNSUPPORTED"
+            put = RecordingListener()
+            front.client.put_adapter(put, "put", 7, packed(), expected_digest=digest)
+            assert (await asyncio.to_thread(put.wait))[-1].error_code == "UNSUPPORTED"
+
+    run(test())
+
+
+def test_weights_of_another_version_than_a_request_demands_do_not_enter_the_fleet(tmp_path: Path) -> None:
+    async def test() -> None:
+        fleet = FakeFleet(2)
+        async with served(fleet, tmp_path) as front:
+            listener = RecordingListener()
+            request = generation_request("r", [5], lora_task_id=7)
+            demanding = msgspec.structs.replace(request, lora_expected_digest="0" * 32)
+            front.client.generate(listener, [demanding], adapter=(7, packed()))
+            assert (await asyncio.to_thread(listener.wait))[-1].error_code == "NOT_FOUND"
+            assert (fleet[1].uploads.find(7), fleet[2].uploads.find(7)) == (None, None)
 
     run(test())
 

@@ -23,6 +23,9 @@ def test_the_key_operation_tells_what_is_meant() -> None:
     assert parse_operation('{"operation": "list"}') == ListAdapters()
     assert parse_operation('{"operation": "pin", "lora_task_id": 18446744073709551615}') == PinAdapter(2**64 - 1)
     assert parse_operation('{"operation": "unload", "name": "pirate"}') == UnloadAdapter(name="pirate")
+    digest = "ab" * 16
+    unload = f'{{"operation": "unload", "name": "pirate", "expected_digest": "{digest}"}}'
+    assert parse_operation(unload) == UnloadAdapter(name="pirate", expected_digest=digest)
     assert parse_operation('{"operation": "describe"}') == DescribeModel()
     assert parse_operation('{"operation": "weights"}') == SwitchWeights("list", ["*"])
     pack = '{"operation": "weights", "action": "pack", "modules": ["x"]}'
@@ -53,6 +56,16 @@ def test_the_key_operation_tells_what_is_meant() -> None:
         ('{"operation": "combine", "name": "x", "members": [{"weight": 1}]}', "has one of lora_task_id and name"),
         ('{"operation": "combine", "name": "x", "members": [{"name": "y", "weight": NaN}]}', "malformed"),
         ('{"operation": "combine", "name": "x", "members": [{"lora_task_id": -1, "weight": 1}]}', "lora_task_id is -1"),
+        (
+            '{"operation": "unload", "name": "x", "expected_digest": ""}',
+            "expected_digest is '', expected 32 hex digits",
+        ),
+        (
+            '{"operation": "pin", "name": "x", "expected_digest": "AB"}',
+            "expected_digest is 'AB', expected 32 hex digits",
+        ),
+        ('{"operation": "load", "name": "x", "expected_digest": 7}', "Expected `str | null`, got `int`"),
+        ('{"operation": "list", "expected_digest": "x"}', "unknown field `expected_digest`"),
         ('{"operation": "pin", "lora_task_id": "7"}', "Expected `int | null`, got `str`"),
         ('{"operation": "pin", "lora_task_id": -1}', "lora_task_id is -1, expected 0 .. 18446744073709551615"),
         ('{"operation": "pin", "lora_task_id": 18446744073709551616}', "expected 0 .. 18446744073709551615"),

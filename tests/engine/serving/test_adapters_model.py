@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from support.adapters import TINY, wire_adapter
 from support.fake_engine import HOLD, INFO, FakeEngine
 from support.fake_triton import FakeRequest
@@ -316,3 +317,78 @@ def test_an_adapter_whose_file_is_damaged_is_not_loaded(on_disk: EngineLink, tmp
 @pytest.mark.parametrize("text", [None, "", "[]", '{"operation": "format c:"}'])
 def test_what_is_no_operation_is_an_error_of_the_client(link: EngineLink, text: str | None) -> None:
     assert ask(link, text)[0] == "INVALID_ARG"
+
+
+OTHER = "0" * 32
+"""A digest that no adapter has."""
+
+
+@pytest.mark.parametrize("operation", ["load", "unload", "pin", "unpin"])
+def test_an_operation_on_another_version_than_is_expected_changes_nothing(link: EngineLink, operation: str) -> None:
+    upload(link, 7)
+    digest, before = packed(seed=7).digest, operate(link, "list")
+    code, message = operate(link, operation, lora_task_id=7, expected_digest=OTHER)
+    assert code == "ALREADY_EXISTS"
+    assert f"has the digest {digest} and the expected digest is {OTHER}" in message
+    assert operate(link, "list") == before
+    assert operate(link, operation, lora_task_id=7, expected_digest=digest)["adapter"]["digest"] == digest
+    code, message = operate(link, operation, lora_task_id=8, expected_digest=digest)
+    assert code == ("ALREADY_EXISTS" if operation == "load" else "NOT_FOUND")
+    assert operation != "load" or "LoRA task 8 is not cached and the expected digest is" in message
+
+
+def put(link: EngineLink, seed: int, expected_digest: str) -> str | None:
+    """Upload a version of adapter 7. Returns the code of an error."""
+    listener = RecordingListener()
+    link.client.put_adapter(listener, f"put {seed}", 7, packed(seed=seed), expected_digest=expected_digest)
+    return listener.wait()[-1].error_code
+
+
+def test_an_upload_replaces_the_version_that_it_names_and_no_other(link: EngineLink, engine: FakeEngine) -> None:
+    engine.loras._on_conflict = "replace"
+    assert put(link, 1, packed(seed=1).digest) == "ALREADY_EXISTS", "nothing is cached"
+    assert put(link, 1, "") is None
+    assert put(link, 2, OTHER) == "ALREADY_EXISTS"
+    assert put(link, 2, packed(seed=1).digest) is None
+    assert put(link, 3, packed(seed=1).digest) == "ALREADY_EXISTS"
+    assert operate(link, "list")["adapters"][0]["digest"] == packed(seed=2).digest
+
+
+def test_of_two_operators_who_replace_one_version_one_wins(link: EngineLink, engine: FakeEngine) -> None:
+    engine.loras._on_conflict = "replace"
+    put(link, 0, "")
+    engine.step_gate.clear()  # both are in the queue when the engine's thread looks
+    busy, listeners = RecordingListener(), [RecordingListener() for _ in range(8)]
+    link.client.generate(busy, [generation_request("busy", [1])])
+    for seed, listener in enumerate(listeners, 1):
+        expected = packed(seed=0).digest
+        link.client.put_adapter(listener, f"put {seed}", 7, packed(seed=seed), expected_digest=expected)
+    engine.step_gate.set()
+    codes = [listener.wait()[-1].error_code for listener in listeners]
+    assert sorted(codes, key=str) == ["ALREADY_EXISTS"] * 7 + [None]
+    winner = 1 + codes.index(None)
+    assert operate(link, "list")["adapters"][0]["digest"] == packed(seed=winner).digest
+
+
+def test_weights_that_come_with_a_request_are_the_version_that_it_demands_or_are_not_stored(link: EngineLink) -> None:
+    upload(link, 8)
+    for digest, code in ((OTHER, "NOT_FOUND"), (packed(seed=7).digest, None)):
+        listener = RecordingListener()
+        request = generation_request("r", [1], lora_task_id=7)
+        demanding = replace(request, lora_expected_digest=digest)
+        link.client.generate(listener, [demanding], adapter=(7, packed(seed=7)))
+        assert listener.wait()[-1].error_code == code
+        stored = [adapter["lora_task_id"] for adapter in operate(link, "list")["adapters"]]
+        assert stored == ([8] if code else [7, 8])
+
+
+def test_a_set_replaces_the_version_that_it_names_and_no_other(link: EngineLink, engine: FakeEngine) -> None:
+    engine.loras._on_conflict = "replace"
+    upload(link, 7, 8)
+    members = [{"lora_task_id": 7, "weight": 1}, {"lora_task_id": 8, "weight": 2}]
+    assert operate(link, "combine", name="s", members=members, expected_digest=OTHER)[0] == "ALREADY_EXISTS"
+    first = operate(link, "combine", name="s", members=members)["adapter"]["digest"]
+    assert operate(link, "combine", name="s", members=members[:1], expected_digest=OTHER)[0] == "ALREADY_EXISTS"
+    second = operate(link, "combine", name="s", members=members[:1], expected_digest=first)["adapter"]["digest"]
+    assert second != first
+    assert operate(link, "combine", name="s", members=members, expected_digest=first)[0] == "ALREADY_EXISTS"

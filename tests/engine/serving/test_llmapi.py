@@ -301,3 +301,17 @@ def test_a_request_that_its_client_cancelled_ends(front: LlmapiFront, tokenizer:
     front.accept(request)
     request.sender.cancelled.set()
     assert error_of(request.sender.wait())[0] == "CANCELLED"
+
+
+@pytest.mark.parametrize("digest", ["ab" * 16, ""])
+def test_the_digest_that_the_adapter_must_have_is_a_parameter_of_the_request(
+    front: LlmapiFront, engine: FakeEngine, digest: str
+) -> None:
+    wire = wire_adapter(TINY, [(1, 0, 4)])
+    engine.put_adapter(7, pack_adapter(wire.weights, wire.config, TINY))
+    (response,) = ask(front, **adapter("/adapters/pirate"), own_parameters={"lora_expected_digest": digest})
+    if digest:
+        assert engine.accepted[-1].lora_expected_digest == digest
+    else:
+        assert error_of([response]) == ("INVALID_ARG", response.error.message)
+        assert not engine.accepted

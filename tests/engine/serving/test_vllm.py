@@ -180,6 +180,8 @@ def test_an_adapter_is_asked_for_by_its_name(front: VllmFront, engine: FakeEngin
         assert ask(front, **arguments)[0].error is None
         request = engine.accepted[-1]
         assert (request.lora_task_id, request.lora_name) == (task_id_of("pirate"), "pirate")
+    assert ask(front, {"lora_name": "pirate", "lora_expected_digest": "ab" * 16})[0].error is None
+    assert engine.accepted[-1].lora_expected_digest == "ab" * 16
     code, message = error_of(ask(front, {"lora_name": "nobody"}))
     assert code == "NOT_FOUND"
     assert "LoRA adapter 'nobody' not found in cache" in message

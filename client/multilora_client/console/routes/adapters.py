@@ -52,10 +52,11 @@ class ByName(_Strict):
 
 
 class Which(_Strict):
-    """An adapter, and its tenant if it has one."""
+    """An adapter, and its tenant if it has one. expected_digest: of the version that is meant."""
 
     which: ById | ByName
     tenant: str = ""
+    expected_digest: str | None = None
 
 
 class AdapterToLoad(_Strict):
@@ -80,17 +81,17 @@ async def load(body: AdapterToLoad, client: TheClient, _: Writable) -> Response:
 
 @router.post("/api/unload")
 async def unload(body: Which, client: TheClient, _: Writable) -> Response:
-    return json_reply(await client.unload_adapter(body.which.adapter, body.tenant))
+    return json_reply(await client.unload_adapter(body.which.adapter, body.tenant, body.expected_digest))
 
 
 @router.post("/api/pin")
 async def pin(body: Which, client: TheClient, _: Writable) -> Response:
-    return json_reply(await client.pin_adapter(body.which.adapter, body.tenant))
+    return json_reply(await client.pin_adapter(body.which.adapter, body.tenant, body.expected_digest))
 
 
 @router.post("/api/unpin")
 async def unpin(body: Which, client: TheClient, _: Writable) -> Response:
-    return json_reply(await client.unpin_adapter(body.which.adapter, body.tenant))
+    return json_reply(await client.unpin_adapter(body.which.adapter, body.tenant, body.expected_digest))
 
 
 def _row(adapter: AdapterInfo) -> list[Any]:

@@ -99,7 +99,8 @@ export class Details {
       this._draw();
     };
     if (!this._isSure) return [button("Unload", "unload", "", sure(true))];
-    const unload = (event) => this._do(event.target, "unload", this._named(adapter));
+    const named = { ...this._named(adapter), ...(adapter.digest && { expected_digest: adapter.digest }) };
+    const unload = (event) => this._do(event.target, "unload", named);
     return [button("Really unload?", "unload", "danger", unload), button("Keep it", "keep", "", sure(false))];
   }
 

@@ -23,6 +23,7 @@ StopWord = Annotated[str, Field(min_length=1, max_length=1000)]
 StopWords = Annotated[list[StopWord], Field(max_length=_MAX_STOP_WORDS)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
@@ -38,7 +39,9 @@ class StreamOptions(Strict):
 
 
 class TokenChoice(Strict):
-    """How the tokens of an answer are chosen, and how it ends. OpenAI's parameters first, then vLLM's."""
+    """How the tokens of an answer are chosen, and how it ends. OpenAI's parameters first, then vLLM's, then the digest
+    that the adapter must have.
+    """
 
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, ge=0, le=1)
@@ -57,6 +60,7 @@ class TokenChoice(Strict):
     include_stop_str_in_output: bool = False
     bad_words: StopWords = Field(default_factory=list)
     priority: Priority | None = None
+    lora_expected_digest: Digest | None = None
 
     def token_choice(self) -> dict[str, Any]:
         """The fields that the request has."""
@@ -191,6 +195,7 @@ class Sampling(TokenChoice):
             end_id=_NO_END if self.ignore_eos else None,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             priority=self.priority,
+            lora_expected_digest=self.lora_expected_digest,
         )
 
 

@@ -10,7 +10,7 @@ import pytest
 from fastapi.testclient import TestClient
 from support.api_keys import OPERATORS_KEY, PIRATES_KEY, TENANTS_KEY
 
-from multilora_client import InvalidRequest, NotFound
+from multilora_client import AdapterConflict, InvalidRequest, NotFound
 from multilora_client.keys import KeyRing
 from multilora_client.openai.catalogue import Catalogue
 
@@ -62,6 +62,23 @@ def test_an_unloaded_adapter_is_no_model_any_more(loading: TestClient, server: A
     assert ask(loading, "parrot") == 404
     assert loading.post(UNLOAD, json={"lora_name": "parrot"}).status_code == 404
     assert loading.post(LOAD, json=PARROT).status_code == 200
+
+
+def test_a_loaded_adapter_is_replaced_and_unloaded_by_its_digest(loading: TestClient, server: Any) -> None:
+    digest = {"expected_digest": "ab" * 16}
+    loading.post(LOAD, json=PARROT)
+    assert loading.post(LOAD, json=PARROT).status_code == 400
+    assert loading.post(LOAD, json=PARROT | digest).status_code == 200
+    assert server.operations[-1]["expected_digest"] == "ab" * 16
+    server.error = AdapterConflict("the expected digest is another one")
+    for path, body in ((LOAD, PARROT | digest), (UNLOAD, {"lora_name": "parrot"} | digest)):
+        assert loading.post(path, json=body).status_code == 409
+        assert loading.post(path, json=body | {"expected_digest": "AB"}).status_code == 400
+    server.error = None
+    assert ask(loading, "parrot") == 200, "the server has it still"
+    assert loading.post(LOAD, json=PARROT | digest | {"lora_name": "pirate"}).status_code == 400
+    assert loading.post(UNLOAD, json={"lora_name": "parrot"} | digest).status_code == 200
+    assert server.operations[-1] == {"operation": "unload", "name": "parrot"} | digest
 
 
 def test_an_adapter_that_the_server_has_forgotten_can_be_unloaded(loading: TestClient, server: Any) -> None:
