@@ -16,6 +16,9 @@ general    the default model by transformers' modules: a step beside one of the 
 experts    decoding 16 sequences of a mixture of OLMoE-1B-7B's shape with two layers of random weights in bfloat16, with
            16 different adapters on attention, and on all linears and experts, against the base, and beside
            transformers with PEFT, which takes adapters of experts one after another
+encoder-decoder
+           16 answers at once of models with random weights, of T5-small's and BART-base's shape, with 16 different
+           adapters and with none, beside transformers with PEFT; and a step of 16 sequences against its limit
 overhead   what a step of 64 sequences costs beside the model, on one core: scheduling, batch, sampling, text, emission.
            The model is a tiny one, so that nothing else happens
 
@@ -42,6 +45,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.adapter_bench import random_wire
+from benchmarks.encoder_decoder_bench import encoder_decoder_rows
 from benchmarks.engine_bench import CHUNK, GREEDY, NUM_ADAPTERS, RANK, WARM_UP_STEPS, Bench, RepeatedLimits, Work
 from benchmarks.machine_limits import matrix_rate, seconds_of
 from benchmarks.results import Row, at_least, at_most, report, threads_title
@@ -524,7 +528,8 @@ def main(
     part: Annotated[
         list[str],
         typer.Option(
-            help="Measure only this: decode, bfloat16, prefill, prefix, adapters, general, experts, overhead."
+            help="Measure only this: decode, bfloat16, prefill, prefix, adapters, general, experts, encoder-decoder, "
+            "overhead."
         ),
     ] = [],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="Repetitions of everything that is compared.")] = 5,
@@ -561,6 +566,7 @@ def main(
         "adapters": lambda: adapter_rows(bench, context, rounds, steps),
         "general": lambda: general_rows(checkpoint, rounds, context, steps, **options),
         "experts": lambda: expert_rows(rounds, context, steps, **options),
+        "encoder-decoder": lambda: encoder_decoder_rows(rounds, steps, **options),
         "overhead": lambda: overhead_rows(rounds, steps, 64),
     }
     if update_docs and part and "decode" not in part:

@@ -119,13 +119,18 @@ class Bench:
         prompt_tokens: int,
         tasks: Sequence[int | None] = (None,),
         sampling: Sequence[SamplingParams] = GREEDY,
+        source_tokens: int = 0,
     ) -> Iterator[list[str]]:
-        """Request ids of sequences that have computed their prompts and decode from here on."""
+        """Request ids of sequences that have computed their prompts and decode from here on.
+
+        source_tokens: of each sequence, for an encoder-decoder model.
+        """
         request_ids = [f"bench-{next(self._request_ids)}" for _ in range(num_sequences)]
         for i, request_id in enumerate(request_ids):
             prompt = self.prompt(prompt_tokens)
             params = unending(sampling[i % len(sampling)], seed=i)
-            self.engine.add_request(GenerationRequest(request_id, prompt, params, tasks[i % len(tasks)]))
+            source, task = self.prompt(source_tokens), tasks[i % len(tasks)]
+            self.engine.add_request(GenerationRequest(request_id, prompt, params, task, source_token_ids=source))
         started: set[str] = set()
         while len(started) < num_sequences:
             started |= {output.request_id for output in self.engine.step()}
