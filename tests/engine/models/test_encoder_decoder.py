@@ -20,7 +20,7 @@ from multilora_wire.sites import ModelSites
 ATOL = 1e-4
 """Of logits up to 30."""
 
-_IS_LONG = pytest.mark.long("5 s each; another member of the family is in the default run")
+_IS_LONG = pytest.mark.long(reason="5 s each; another member of the family is in the default run")
 
 CHUNKS = [(7, [1, 1, 1, 1, 1]), (1, [4, 1, 1]), (30, [3, 9, 1, 15, 1]), (19, [1] * 24), (7, [2, 1])]
 """Of five sequences the source's length and the tokens of each step; the first step has all of them."""
