@@ -15,11 +15,15 @@
         AdapterNotHere      -> NOT_FOUND          an operation is on an adapter that no tier has
         AdapterConflict     -> ALREADY_EXISTS     the id is cached with other weights
         AdapterVersionChanged -> ALREADY_EXISTS   the adapter has another digest than the operator expects
+        AliasConflict       -> ALREADY_EXISTS     a name would be that of an adapter and that of an alias
+        AliasVersionNotFound -> NOT_FOUND         no member of the alias has the digest that the request demands
+        AliasNotKnown       -> NOT_FOUND          an operation is on an alias that there is not
         Unsupported         -> UNSUPPORTED        well-formed, but something this server does not do
         Unavailable         -> UNAVAILABLE        try again later
           AdapterCacheFull                        every cached adapter is pinned by a request in flight
           AdapterNotLoaded                        copying a cached adapter to where it is needed failed this time
           AdapterNotKept                          an uploaded adapter cannot be written to the disk tier
+          AliasNotKept                            a changed alias cannot be written to the disk tier
           TooManyUploads                          a client sends more adapters at once than it may
           TooManyUploadBytes                      unknown clients send more bytes of adapters at once than one known may
           TooManyLogits                           the requests at a model ask for more logits than they may
@@ -47,6 +51,8 @@ these errors and cannot be imported here.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from multilora_engine.log_lines import one_line
 from multilora_wire.messages import shortened
@@ -220,6 +226,34 @@ class AdapterVersionChanged(RequestError):
         )
 
 
+class AliasConflict(RequestError):
+    """A name would be that of an adapter and that of an alias. A name has one meaning."""
+
+    code = "ALREADY_EXISTS"
+
+
+class AliasVersionNotFound(RequestError):
+    """A request demands a digest of an alias, and no member is known to have it."""
+
+    code = "NOT_FOUND"
+
+    def __init__(self, name: str, expected: str, digests: Mapping[str, str]) -> None:
+        told = ", ".join(f"{member} {digest or 'is not cached'}" for member, digest in digests.items())
+        super().__init__(
+            f"no member of the alias {name!r} has the digest that lora_expected_digest demands, {expected}: {told}; if "
+            "several members are not cached, load them first"
+        )
+
+
+class AliasNotKnown(RequestError):
+    """An operator names an alias that the server does not have."""
+
+    code = "NOT_FOUND"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is no alias {name!r}; the operation list tells which aliases there are")
+
+
 class Unsupported(RequestError):
     """Well-formed, but something this server does not do."""
 
@@ -263,6 +297,13 @@ class AdapterNotKept(Unavailable):
 
     def __init__(self, lora_task_id: object, reason: str) -> None:
         super().__init__(f"LoRA task {lora_task_id} is cached in memory only: lora_cache_dir cannot keep it: {reason}")
+
+
+class AliasNotKept(Unavailable):
+    """A change of an alias holds from now on, but not after a restart: the disk tier cannot be written."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"the alias {name!r} is changed in memory only: lora_cache_dir cannot keep it: {reason}")
 
 
 class TooManyUploads(Unavailable):

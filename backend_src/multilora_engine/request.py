@@ -165,7 +165,10 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     lora_task_id: the adapter to use, None for the base model. It must be cached, or a source must have it.
     timeout_s: seconds from acceptance after which the engine ends the request, None for `request_timeout_s`.
     priority: smaller is served first, equal ones in order of arrival.
-    lora_name: the client's name for the adapter of `lora_task_id`, empty if it gave none.
+    lora_name: the client's name for the adapter of `lora_task_id`, empty if it gave none. An alias's name is replaced
+        by a member's when the engine accepts the request.
+    lora_session: requests by an alias with one session have one member, as long as the alias stays as it is. Empty:
+        each call has a session of its own.
     adapter_tenant: the tenant that this adapter belongs to, empty for none.
     num_tokens_ahead: of the prompts and answers, at their longest, that came before it in the same request of a client.
     tells_perf: whether each output has its metrics so far, and not the last one alone.
@@ -194,6 +197,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     lora_start: int | None = None
     lora_set: tuple[SetMember, ...] = ()
     lora_path: str = ""
+    lora_session: str = ""
     source_token_ids: list[int] = []
     lora_expected_digest: str = ""
 
@@ -256,7 +260,8 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     error_code, error_message: set instead of a finish reason when the request failed (codes of errors.py).
     num_prompt_tokens, num_output_tokens: totals so far. num_cached_tokens: of the prompt's tokens, how many had their
         keys and values in the prefix cache when the request first started.
-    lora_digest: digest of the adapter that answered, empty for the base model.
+    lora_digest: digest of the adapter that answered, empty for the base model. lora_name: its name, of an alias the
+        member's; empty where the request gave an id alone.
     log_probs: one per entry of `token_ids` when the request asked for them. cum_log_prob: their sum so far.
     generation_logits: likewise, float32 [tokens, vocab]. context_logits: of the prompt's next tokens,
         in outputs without tokens and in the first one with tokens; a front has a view of the message's memory.
@@ -276,6 +281,7 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     lora_digest: str = ""
+    lora_name: str = ""
     log_probs: list[TokenLogProb] = []
     cum_log_prob: float = 0.0
     generation_logits: bytes = b""

@@ -20,7 +20,7 @@ from multilora_client.sizing import choose_linears, read_layout, tier_bytes, tok
 from multilora_client.terminal import Url, one_line_errors, print_table
 from multilora_client.tls import Tls
 from multilora_wire.adapter_event import AdapterEvent
-from multilora_wire.adapter_info import AdapterInfo
+from multilora_wire.adapter_info import AdapterInfo, Alias
 from multilora_wire.layout import AdapterLayout
 from multilora_wire.pieces import StoredDtype
 
@@ -106,6 +106,51 @@ def combine(
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
         _print_adapters([client.combine_adapters(_which(adapter), _weights(members), expected_digest)], as_json)
+
+
+@app.command("alias")
+def set_aliases(
+    ctx: typer.Context,
+    named: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME=ADAPTER:WEIGHT,...]...",
+            help="A name, and the adapters that answer requests by it, each as often as its weight is of all weights.",
+            show_default=False,
+        ),
+    ] = None,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Have a name stand for adapters by weight, or show all aliases. Requests of one session keep their adapter.
+
+    \b
+    Examples:
+      multilora adapters alias chat=chat-v7:90,chat-v8:10
+      multilora adapters alias chat=chat-v8
+      multilora adapters alias
+    """
+    with one_line_errors(), Client(url, tls=ctx.obj) as client:
+        wanted = [_alias(text) for text in named or ()]
+        made = [client.set_alias(name, members) for name, members in wanted]
+        _print_aliases(made if named else client.list_aliases(), as_json)
+
+
+@app.command("unalias")
+def remove_aliases(
+    ctx: typer.Context,
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of aliases.", show_default=False)],
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Make the server forget aliases. Requests by their names are refused from then on; the adapters stay.
+
+    \b
+    Example:
+      multilora adapters unalias chat
+    """
+    with one_line_errors(), Client(url, tls=ctx.obj) as client:
+        _print_aliases([client.remove_alias(name) for name in names], as_json)
 
 
 @app.command()
@@ -310,6 +355,24 @@ def _check_one(which: Sequence[str], expected_digest: str | None) -> None:
         raise InvalidRequest("--expected-digest is of one adapter; name several in several commands")
 
 
+def _alias(text: str) -> tuple[str, dict[str, int]]:
+    """The name of an alias, and the weights of its members. Raises InvalidRequest."""
+    name, _, listed = text.partition("=")
+    weights: dict[str, int] = {}
+    members = listed.split(",")
+    for named in members:
+        member, _, weight = named.partition(":")
+        if not (name and member) or not (weight.isdecimal() or (len(members) == 1 and named == member)):
+            raise InvalidRequest(
+                f"{text!r} is no alias: write NAME=ADAPTER:WEIGHT,ADAPTER:WEIGHT with whole numbers, such as "
+                "chat=chat-v7:90,chat-v8:10, or NAME=ADAPTER"
+            )
+        if member in weights:
+            raise InvalidRequest(f"{member} is in the alias {name} twice; name it once, with one weight")
+        weights[member] = int(weight or 1)
+    return name, weights
+
+
 def _check_names(which: Sequence[str], path: str) -> None:
     """Raises InvalidRequest for a path instead of a name, and for one `path` with several adapters."""
     if path and len(which) > 1:
@@ -341,6 +404,14 @@ def _print_adapters(adapters: Sequence[AdapterInfo], as_json: bool) -> None:
             "last used",
         )
         _print_table((*columns, "hits"), map(_adapter_row, adapters))
+
+
+def _print_aliases(aliases: Sequence[Alias], as_json: bool) -> None:
+    if as_json:
+        _print_json(msgspec.to_builtins(aliases))
+    else:
+        rows = ([alias.name, member.name, str(member.weight)] for alias in aliases for member in alias.members)
+        _print_table(("name", "adapter", "weight"), rows)
 
 
 def _adapter_row(adapter: AdapterInfo) -> list[str]:

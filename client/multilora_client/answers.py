@@ -143,4 +143,5 @@ def _answer_fields(response: Response, answer: Alternative) -> dict[str, Any]:
         "num_cached_tokens": response.first("num_cached_tokens"),
         "lora_task_id": lora_task_id if lora_task_id or lora_digest else None,
         "lora_digest": lora_digest,
+        "lora_name": response.first("lora_name_out") or "",
     }

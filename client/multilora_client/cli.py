@@ -450,7 +450,8 @@ def _read_line() -> str | None:
 def _print_stats(wanted: bool, answer: Generation | Chunk | None) -> None:
     if wanted and answer is not None:
         task_id, digest = answer.lora_task_id, answer.lora_digest[:12]
-        adapter = "base model" if task_id is None else f"LoRA task {task_id} ({digest})"
+        named = f"{digest}, {answer.lora_name}" if answer.lora_name else digest
+        adapter = "base model" if task_id is None else f"LoRA task {task_id} ({named})"
         counts = f"{answer.num_input_tokens} tokens in, {answer.num_output_tokens} out"
         typer.echo(f"{counts}, finish reason {answer.finish_reason}, {adapter}", err=True)
 

@@ -24,11 +24,14 @@ from multilora_client.operations import (
     AdapterEvents,
     ModelInfo,
     WeightAction,
+    alias_fields,
     combine_fields,
     load_fields,
     operation_request,
     parse_adapter,
     parse_adapters,
+    parse_alias,
+    parse_aliases,
     parse_events,
     parse_layout,
     parse_model,
@@ -40,7 +43,7 @@ from multilora_client.options import ChatOptions, GenerateOptions
 from multilora_client.tls import Tls
 from multilora_client.tokens import detokenize_request, parse_text, parse_token_ids, tokenize_request
 from multilora_client.transport import AsyncTransport, Transport
-from multilora_wire.adapter_info import AdapterInfo
+from multilora_wire.adapter_info import AdapterInfo, Alias
 from multilora_wire.layout import AdapterLayout
 
 DEFAULT_URL = "grpc://localhost:8001"
@@ -223,6 +226,23 @@ class Client:
         fields = which_adapter(adapter, tenant, expected_digest)
         return parse_adapter(self._transport.infer(operation_request("unpin", fields)))
 
+    def list_aliases(self) -> list[Alias]:
+        """Every alias of the server, by owner and name."""
+        return parse_aliases(self._transport.infer(operation_request("list")))
+
+    def set_alias(self, name: str, members: Mapping[str, int], tenant: str = "") -> Alias:
+        """Have requests by a name answered by adapters of the server, each as often as its weight is of all weights.
+
+        members: weights by name, whole numbers >= 0. Requests of one session keep their member. tenant: the owner, see
+        unload_adapter. Raises AdapterConflict when an adapter has the name, InvalidRequest.
+        """
+        fields = alias_fields(name, members, tenant)
+        return parse_alias(self._transport.infer(operation_request("alias", fields)))
+
+    def remove_alias(self, name: str, tenant: str = "") -> Alias:
+        """Make the server forget an alias. The answer is its record from before. Raises NotFound."""
+        return parse_alias(self._transport.infer(operation_request("unalias", which_adapter(name, tenant))))
+
     def adapter_events(self, since: int = 0) -> AdapterEvents:
         """The events of adapters after number `since`, as far as the server remembers them."""
         return parse_events(self._transport.infer(operation_request("events", {"since": since})))
@@ -398,6 +418,19 @@ class AsyncClient:
         """Let a pinned adapter be evicted again; which one: see unload_adapter. Raises NotFound, AdapterConflict."""
         fields = which_adapter(adapter, tenant, expected_digest)
         return parse_adapter(await self._transport.infer(operation_request("unpin", fields)))
+
+    async def list_aliases(self) -> list[Alias]:
+        """Every alias of the server, by owner and name."""
+        return parse_aliases(await self._transport.infer(operation_request("list")))
+
+    async def set_alias(self, name: str, members: Mapping[str, int], tenant: str = "") -> Alias:
+        """Have requests by a name answered by adapters, by weight; see Client.set_alias."""
+        fields = alias_fields(name, members, tenant)
+        return parse_alias(await self._transport.infer(operation_request("alias", fields)))
+
+    async def remove_alias(self, name: str, tenant: str = "") -> Alias:
+        """Make the server forget an alias. The answer is its record from before. Raises NotFound."""
+        return parse_alias(await self._transport.infer(operation_request("unalias", which_adapter(name, tenant))))
 
     async def adapter_events(self, since: int = 0) -> AdapterEvents:
         """The events of adapters after number `since`, as far as the server remembers them."""

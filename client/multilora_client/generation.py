@@ -58,6 +58,7 @@ class Answer:
     num_input_tokens, num_output_tokens: totals so far; None from models that do not say.
     num_cached_tokens: how many of the prompt's tokens the server did not compute, because its prefix cache had them.
     lora_task_id, lora_digest: the adapter that answered, as the server reports it; None and "" for the base model.
+    lora_name: its name; "" where it has none, and from models that do not say.
     log_probs, top_log_probs, tokens, cum_log_prob, generation_logits: as in Alternative.
     context_logits: the logits after each token of the prompt, float32 [tokens, vocab].
     prompt: the prompt's tokens and their log-probs. context_logits and prompt are None when not asked for; in a stream
@@ -72,6 +73,7 @@ class Answer:
     lora_task_id: int | None
     lora_digest: str
     request_id: str
+    lora_name: str = field(default="", kw_only=True)
     log_probs: list[float] = field(default_factory=list, kw_only=True)
     top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list, kw_only=True)
     tokens: list[list[bytes]] = field(default_factory=list, kw_only=True)

@@ -151,6 +151,8 @@ def _sampling_inputs(options: GenerateOptions) -> dict[str, Tensor]:
         inputs |= name_input(given["lora_name"])
     if "lora_expected_digest" in given:
         inputs |= digest_input(given["lora_expected_digest"])
+    if "lora_session" in given:
+        inputs["lora_session"] = _strings("lora_session", [given["lora_session"]])
     if "lora_set" in given:
         members = {task_id_of_name(key) if isinstance(key, str) else key: w for key, w in given["lora_set"].items()}
         inputs["lora_set_task_ids"] = checked_tensor("lora_set", list(members), np.uint64)

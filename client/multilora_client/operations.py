@@ -14,12 +14,24 @@ from multilora_client.errors import InvalidRequest, ServerFault
 from multilora_client.messages import InferRequest, Response
 from multilora_client.tensors import string_tensor
 from multilora_wire.adapter_event import AdapterEvent
-from multilora_wire.adapter_info import AdapterInfo, AdapterMember
+from multilora_wire.adapter_info import AdapterInfo, AdapterMember, Alias, AliasMember
 from multilora_wire.layout import AdapterLayout, layout_version
 from multilora_wire.sites import ModelSites
 
 OperationName = Literal[
-    "list", "load", "unload", "pin", "unpin", "combine", "events", "stats", "layout", "describe", "weights"
+    "list",
+    "load",
+    "unload",
+    "pin",
+    "unpin",
+    "combine",
+    "alias",
+    "unalias",
+    "events",
+    "stats",
+    "layout",
+    "describe",
+    "weights",
 ]
 
 WeightAction = Literal["list", "pack", "unpack"]
@@ -76,6 +88,12 @@ def combine_fields(
     return {**which_adapter(adapter, expected_digest=expected_digest), "members": named}
 
 
+def alias_fields(name: str, members: Mapping[str, int], tenant: str) -> dict[str, Any]:
+    """The fields of an `alias`. members: the weights of the adapters that it stands for."""
+    named = [{"name": member, "weight": weight} for member, weight in members.items()]
+    return which_adapter(name, tenant) | {"members": named}
+
+
 def operation_request(operation: OperationName, fields: Mapping[str, Any] | None = None) -> InferRequest:
     text = json.dumps({"operation": operation, **(fields or {})})
     try:
@@ -90,6 +108,14 @@ def parse_adapters(response: Response) -> list[AdapterInfo]:
 
 def parse_adapter(response: Response) -> AdapterInfo:
     return _parse_info(parse_report(response)["adapter"])
+
+
+def parse_aliases(response: Response) -> list[Alias]:
+    return [_parse_alias(fields) for fields in parse_report(response).get("aliases", ())]
+
+
+def parse_alias(response: Response) -> Alias:
+    return _parse_alias(parse_report(response)["alias"])
 
 
 def parse_events(response: Response) -> AdapterEvents:
@@ -136,6 +162,11 @@ def parse_report(response: Response) -> dict[str, Any]:
 def _parse_info(fields: Mapping[str, Any]) -> AdapterInfo:
     members = tuple(_parse(AdapterMember, member) for member in fields.get("members", ()))
     return _parse(AdapterInfo, {**fields, "ranks": tuple(fields["ranks"]), "members": members})
+
+
+def _parse_alias(fields: Mapping[str, Any]) -> Alias:
+    members = tuple(_parse(AliasMember, member) for member in fields["members"])
+    return _parse(Alias, {**fields, "members": members})
 
 
 def _parse(kind: type[Parsed], fields: Mapping[str, Any]) -> Parsed:

@@ -67,6 +67,7 @@ class GenerateOptions(ChatOptions, total=False):
     lora_name: the adapter by the name under which the server has it, instead of by its id.
     lora_expected_digest: the digest that the adapter must have, as an answer's `lora_digest` tells it. Where the server
         has another version, the request is refused with NotFound.
+    lora_session: requests by an alias with one session are answered by one of its adapters.
     lora_start: the position in the prompt, in tokens, from which on the adapter computes; the base computes the tokens
         before that. Not given: an activated adapter finds its invocation tokens, any other one computes all tokens.
     lora_set: the adapter as a sum of adapters that the server has: their weights, by task ids or names.
@@ -113,6 +114,7 @@ class GenerateOptions(ChatOptions, total=False):
     guide_after_thinking: bool | None
     lora_name: str | None
     lora_expected_digest: str | None
+    lora_session: str | None
     lora_start: int | None
     lora_set: Mapping[int | str, float] | None
     end_id: int | None

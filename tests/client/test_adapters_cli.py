@@ -133,6 +133,53 @@ def test_a_member_is_named_once(fake_triton: Any) -> None:
     assert (result.exit_code, "pirate is in the set twice" in result.stderr) == (1, True)
 
 
+ALIAS = {
+    "name": "chat",
+    "members": [{"name": "chat-v7", "weight": 90}, {"name": "chat-v8", "weight": 10, "a later server's": 1}],
+    "tenant": "",
+}
+
+
+def test_a_name_stands_for_adapters_by_weight(fake_triton: Any) -> None:
+    fake_triton.report = {"alias": ALIAS}
+    result = run(fake_triton, "alias", "chat=chat-v7:90,chat-v8:10", "talk=chat-v8", "acme/x=a:0,b/c:7")
+    assert [cells(result, row) for row in (1, 2)] == [["chat", "chat-v7", "90"], ["chat", "chat-v8", "10"]]
+    sent = [(one["operation"], one["name"], one["members"]) for one in operations(fake_triton)]
+    assert sent == [
+        ("alias", "chat", [{"name": "chat-v7", "weight": 90}, {"name": "chat-v8", "weight": 10}]),
+        ("alias", "talk", [{"name": "chat-v8", "weight": 1}]),
+        ("alias", "acme/x", [{"name": "a", "weight": 0}, {"name": "b/c", "weight": 7}]),
+    ]
+
+
+def test_aliases_are_shown_and_removed(fake_triton: Any) -> None:
+    fake_triton.report = {"adapters": [PIRATE], "aliases": [ALIAS], "alias": ALIAS}
+    assert cells(run(fake_triton, "alias"), 2) == ["chat", "chat-v8", "10"]
+    (shown,) = json.loads(run(fake_triton, "alias", "--json").stdout)
+    assert (shown["name"], shown["members"][0]) == ("chat", {"name": "chat-v7", "weight": 90})
+    assert cells(run(fake_triton, "unalias", "chat", "talk"), 4) == ["chat", "chat-v8", "10"]
+    assert operations(fake_triton)[2:] == [{"operation": "unalias", "name": name} for name in ("chat", "talk")]
+    fake_triton.report = {"adapters": [PIRATE]}
+    assert json.loads(run(fake_triton, "alias", "--json").stdout) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["chat", "chat=", "=v7", "chat=v7,v8", "chat=v7:", "chat=v7:1,", "chat=v7:0.5", "chat=v7:-1", "chat=:1"]
+)
+def test_what_is_no_alias_is_refused_before_it_is_sent(fake_triton: Any, text: str) -> None:
+    result = run(fake_triton, "alias", "talk=v7", text)
+    assert (result.exit_code, f"{text!r} is no alias: write" in result.stderr) == (1, True)
+    assert fake_triton.received == []
+    assert "v7 is in the alias chat twice" in run(fake_triton, "alias", "chat=v7:1,v7:2").stderr
+
+
+@pytest.mark.parametrize("command", ["alias", "unalias"])
+def test_the_help_of_the_commands_about_aliases_has_an_example(command: str) -> None:
+    result = CliRunner().invoke(app, ["adapters", command, "--help"])
+    assert result.exit_code == 0
+    assert f"multilora adapters {command} chat" in result.stdout
+
+
 def test_list_as_json_is_whole(fake_triton: Any) -> None:
     fake_triton.report = {"adapters": [PIRATE]}
     assert json.loads(run(fake_triton, "list", "--json").stdout) == [PIRATE]

@@ -17,7 +17,7 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.engine.block_events import BlockEvents
 from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats, WeightInfo, WeightStats
 from multilora_engine.engine_info import CallLimits, EngineInfo
-from multilora_engine.errors import ConfigError, InvalidRequest, UnpackedWeightsFull
+from multilora_engine.errors import AdapterNotFound, ConfigError, InvalidRequest, UnpackedWeightsFull
 from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.adapter_sets import AdapterSets
 from multilora_engine.lora.device_tier import DeviceTier
@@ -137,7 +137,8 @@ class FakeEngine:
         self.loras.put(lora_task_id, adapter, name)
         self.adapters[lora_task_id] = adapter
 
-    def add_request(self, request: GenerationRequest) -> None:
+    def add_request(self, request: GenerationRequest, call_id: str = "") -> GenerationRequest:
+        request = self.loras.aliases.resolve(request, call_id or request.request_id, self.loras.inventory.digest)
         if request.prompt_token_ids[0] == BUG:
             raise RuntimeError("a bug in the engine")
         if request.sampling.max_tokens < 1:
@@ -147,10 +148,14 @@ class FakeEngine:
             digest = set_digest((info(member.task_id).digest, member.weight) for member in request.lora_set)
             self.adapters[request.task_id] = PackedAdapter(digest, [], torch.empty(0, 0))
         elif request.task_id is not None:
-            info(request.task_id)
+            try:
+                info(request.task_id)
+            except AdapterNotFound as error:
+                raise error.under_name(request.lora_name) from None
         self.accepted.append(request)
         self.requests[request.request_id] = request
         self.produced[request.request_id] = []
+        return request
 
     def abort(self, request_id: str) -> TokenOutput | None:
         if request_id not in self.requests:
@@ -217,6 +222,7 @@ class FakeEngine:
             num_prompt_tokens=len(request.prompt_token_ids),
             num_output_tokens=len(self.produced[request.request_id]),
             lora_digest="" if adapter is None else adapter.digest,
+            lora_name=request.lora_name,
             perf=PerfMetrics() if reason or request.tells_perf else None,
         )
 

@@ -47,6 +47,7 @@ OUTPUT_NAMES = (
     "batch_index",
     "lora_task_id_out",
     "lora_digest",
+    "lora_name_out",
     *LOG_PROB_NAMES,
     *PERF_NAMES,
 )

@@ -25,7 +25,9 @@ from multilora_engine.process.operations import (
     ReadEvents,
     ReadLayout,
     ReadStats,
+    RemoveAlias,
     Report,
+    SetAlias,
     SwitchWeights,
     UnloadAdapter,
 )
@@ -56,6 +58,8 @@ class FleetOperator:
                 raise Unsupported("stats and events of a whole fleet; each worker tells its own on its metrics page")
             case CombineAdapters():
                 raise Unsupported("sets of adapters in a fleet; combine the adapters' files, and send the sum")
+            case SetAlias() | RemoveAlias():
+                raise Unsupported("aliases in a fleet; name one of the adapters")
             case SwitchWeights():
                 raise Unsupported("weights of a whole fleet; each worker has its own")
             case _:

@@ -210,6 +210,7 @@ def _call_of(request: WorkerRequest, sampling: SamplingParams, info: EngineInfo)
         lora_sets=[()],
         lora_paths=[""],
         lora_expected_digests=[""],
+        lora_sessions=[""],
         priorities=[0],
         adapter=None,
         is_streaming=True,

@@ -254,6 +254,10 @@ class Admission:
         """Sequences that wait outside of the scheduler's queue."""
         return len(self._parking) + len(self._guide_queue)
 
+    def resolve(self, request: GenerationRequest, call_id: str) -> GenerationRequest:
+        """The request with a member in place of an alias; see `Aliases.resolve`."""
+        return self._loras.aliases.resolve(request, call_id, self._loras.inventory.digest)
+
     def accept(self, request: GenerationRequest) -> None:
         """Take a request in. Raises a RequestError, and nothing has changed."""
         assert request.request_id not in self._live, f"request id {request.request_id} is in use"

@@ -25,11 +25,10 @@ from multilora_engine.engine.pace import Pace, StepWork
 from multilora_engine.engine.request_limits import RequestLimits
 from multilora_engine.engine.scheduler import PromptWaits, Scheduler
 from multilora_engine.engine.unpacked_weights import UnpackedWeights
-from multilora_engine.errors import Cancelled, InternalError, InvalidRequest, RequestError
+from multilora_engine.errors import AdapterNotFound, Cancelled, InternalError, InvalidRequest, RequestError
 from multilora_engine.guides.guided import GuideCompiler
 from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.adapter_sets import AdapterSets
-from multilora_engine.lora.folder_use import UseReader
 from multilora_engine.lora.layout import AdapterTraits, PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId, label_of
@@ -93,10 +92,9 @@ class Engine:
         self._loras = build_lora_manager(
             config, base.layout, base.plan, base.device, self.lora_events, partial(_check_traits, base, self._ropes)
         )
-        uses = UseReader(base.tokenizer, config.model_path, base.config.vocab_size)
         if config.lora.lora_prefetch_dir is not None:
-            preload_adapters(config.lora.lora_prefetch_dir, self._loras, base.layout, uses)
-        self._remote = RemoteAdapters(self._loras, build_fetcher(config, base.layout, uses), self.lora_events.append)
+            preload_adapters(config.lora.lora_prefetch_dir, self._loras, base.layout)
+        self._remote = RemoteAdapters(self._loras, build_fetcher(config, base.layout), self.lora_events.append)
         self._sets = AdapterSets(self._loras, self._remote)
         self._block_events = BlockEvents()
         self._blocks = BlockAllocator(
@@ -190,13 +188,21 @@ class Engine:
         self._loras.put(lora_task_id, adapter, name)
         self._remote.supersede(lora_task_id)
 
-    def add_request(self, request: GenerationRequest) -> None:
+    def add_request(self, request: GenerationRequest, call_id: str = "") -> GenerationRequest:
         """Accept a request, or raise InvalidRequest, AdapterNotFound or QueueFull, and nothing has changed.
+
+        Returns the request as it was accepted: by an adapter's name, where it came by an alias. call_id: as of
+        `Aliases.resolve`; empty: the request's own id.
 
         With sources, an adapter that no tier has is fetched: the request is parked until it has arrived, outside the
         queue, so that however long that takes it holds up nobody. So is a request with a guide until that is compiled.
         """
-        self._admission.accept(request)
+        accepted = self._admission.resolve(request, call_id or request.request_id)
+        try:
+            self._admission.accept(accepted)
+        except AdapterNotFound as error:
+            raise error.under_name(accepted.lora_name) from None
+        return accepted
 
     def abort(self, request_id: str) -> TokenOutput | None:
         """End a request now. Its final output, with the part that was held back; None if it has ended before."""

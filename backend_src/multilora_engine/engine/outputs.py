@@ -26,6 +26,7 @@ def token_output(sequence: Sequence, delta: TextDelta, finish_reason: FinishReas
         num_prompt_tokens=sequence.request.num_prompt_tokens,
         num_output_tokens=len(sequence.output_token_ids),
         lora_digest="" if sequence.adapter is None else sequence.adapter.digest,
+        lora_name=sequence.request.lora_name,
         log_probs=held.release_log_probs(num_tokens),
         cum_log_prob=held.cum_log_prob,
         generation_logits=held.release_logits(num_tokens),
@@ -46,6 +47,7 @@ def prompt_output(sequence: Sequence) -> TokenOutput:
         text="",
         num_prompt_tokens=sequence.request.num_prompt_tokens,
         lora_digest="" if sequence.adapter is None else sequence.adapter.digest,
+        lora_name=sequence.request.lora_name,
         context_logits=sequence.prompt_report.release_logits(),
     )
 
@@ -61,6 +63,7 @@ def beams_output(sequence: Sequence, beams: list[BeamOutput], finish_reason: Fin
         num_output_tokens=sum(len(beam.token_ids) for beam in beams),
         num_cached_tokens=sequence.num_cached_tokens,
         lora_digest="" if sequence.adapter is None else sequence.adapter.digest,
+        lora_name=sequence.request.lora_name,
         perf=sequence.perf,
         beams=beams,
     )

@@ -1,6 +1,7 @@
 """`DiskTier`: adapters as files, so that their ids survive eviction, a restart, and the death of the engine.
 
 One file for each adapter (`adapter_file`), named after its task id alone, with its tenant if it has one: `7`, `acme@7`.
+Small files of others lie beside them (`write_beside`).
 
 The directory is a cache: a file that is damaged costs its own adapter and nothing else. An entry there at start that
 cannot be used (another model or page size, an older format, a symbolic link) is named in the log and left alone.
@@ -17,9 +18,9 @@ import shutil
 import stat
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -232,6 +233,22 @@ class DiskTier:
         if adapter is not None or write is not None:
             _submit(self._writer, _unlink, self._path(lora_task_id))
 
+    def read_beside(self, name: str) -> bytes:
+        """The content that `write_beside` gave a file, now or before a restart; empty without one. Raises OSError."""
+        path = self._directory / name
+        if not path.is_symlink() and not path.exists():
+            return b""
+        try:
+            fd = open_regular(path)
+        except DamagedFile as error:
+            raise OSError(errno.EINVAL, str(error)) from error
+        with os.fdopen(fd, "rb") as file:
+            return file.read()
+
+    def write_beside(self, name: str, content: bytes) -> Future[None]:
+        """Have a small file written beside the adapters, after the files before it. The future raises OSError."""
+        return _submit(self._writer, self._write_beside, self._directory / name, content)
+
     def drop_damaged(self, lora_task_id: TaskId, digest: str, error: BaseException) -> None:
         """Reading this version failed: forget it, and remove its file."""
         _logger.error("LoRA task %s: %s: %s; it is dropped", label_of(lora_task_id), self._path(lora_task_id), error)
@@ -288,7 +305,7 @@ class DiskTier:
         unusable: dict[str, list[str]] = {}
         for path in _entries(self._directory):
             try:
-                if re.fullmatch(r"\.([A-Za-z0-9_][\w.-]*@)?[0-9]{1,20}\.safetensors\.part", path.name):
+                if re.fullmatch(r"\.(([A-Za-z0-9_][\w.-]*@)?[0-9]{1,20}\.safetensors|\w+\.json)\.part", path.name):
                     path.unlink()
                 elif path.suffix == ".safetensors":
                     found.append(describe_file(path, self._layout))
@@ -326,17 +343,14 @@ class DiskTier:
     def _write(
         self, path: Path, header: bytes, rows: list[PackedRow], pages: Sequence[torch.Tensor], traits: AdapterTraits
     ) -> float:
-        """Raises OSError, whose text names the file without its directory: clients read it."""
         started = time.perf_counter()
-        try:
+        with _telling_no_directory():
             self._write_file(path, with_pages_digest(header, rows, pages, self._layout, traits), pages)
-        except OSError as error:
-            if name := error.filename2 or error.filename:
-                raise OSError(error.errno, error.strerror, Path(name).name) from error
-            raise
-        except Exception as error:
-            raise OSError(f"{type(error).__name__}: {error}") from error
         return time.perf_counter() - started
+
+    def _write_beside(self, path: Path, content: bytes) -> None:
+        with _telling_no_directory():
+            self._write_file(path, content, ())
 
     def _end_write(self, write: _Write) -> None:
         if self._wanted.get(write.adapter.lora_task_id) is not write:
@@ -365,6 +379,19 @@ class DiskTier:
 
     def _emit(self, kind: EventKind, adapter: DiskAdapter) -> None:
         self._on_event(adapter_event(kind, adapter.lora_task_id, adapter.digest))
+
+
+@contextmanager
+def _telling_no_directory() -> Iterator[None]:
+    """Any error becomes an OSError, whose text names the file without its directory: clients read it."""
+    try:
+        yield
+    except OSError as error:
+        if name := error.filename2 or error.filename:
+            raise OSError(error.errno, error.strerror, Path(name).name) from error
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def _entries(directory: Path) -> list[Path]:

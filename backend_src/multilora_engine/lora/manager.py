@@ -18,6 +18,7 @@ from multilora_engine.errors import (
 )
 from multilora_engine.lora.adapter_file import DiskAdapter
 from multilora_engine.lora.adapter_state import AdapterState, CachedAdapter, FreedBy, Memory
+from multilora_engine.lora.aliases import Aliases
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.disk_traffic import DiskTraffic
@@ -62,6 +63,7 @@ class LoRAManager:
     are always the same version.
 
     host, device: the tiers in memory. memory: the users of adapters in both. inventory: describes all adapters.
+    aliases: names that stand for adapters; no adapter has one of them.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class LoRAManager:
         self.memory = MemoryTiers(host, device)
         self._traffic = DiskTraffic(host, device.layout, disk, self.memory.update, on_event)
         self.inventory = Inventory(host, device, self._traffic)
+        self.aliases = Aliases(disk)
         self._check_traits = check_traits
         self._on_conflict = on_conflict
         self._on_event = on_event
@@ -111,10 +114,11 @@ class LoRAManager:
         name: replaces the name it has, unless empty. replaces_set: a set under the task id gives way, whatever
         `lora_on_conflict` says. `packed` must not change: an adapter that waits for room is copied later. A large one
         that a source had is moved: nobody may read `packed` any more. Raises
-        InvalidRequest (the model cannot have it), AdapterConflict (other content, and `lora_on_conflict` is `refuse`)
-        or AdapterCacheFull; the cache is then unchanged.
+        InvalidRequest (the model cannot have it), AdapterConflict (other content, and `lora_on_conflict` is `refuse`),
+        AliasConflict or AdapterCacheFull; the cache is then unchanged.
         """
         self._check_traits(packed.traits)
+        self.aliases.check_adapter(lora_task_id, name)
         cached = self.host.get(lora_task_id)
         known = cached or self._traffic.find(lora_task_id)
         is_conflict = known is not None and known.digest != packed.digest and self._on_conflict == "refuse"

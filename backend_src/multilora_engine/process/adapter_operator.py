@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from multilora_engine.engine.engine_stats import WeightInfo, WeightStats
-from multilora_engine.errors import AdapterNotFound, AdapterNotHere, InvalidRequest
+from multilora_engine.errors import (
+    AdapterNotFound,
+    AdapterNotHere,
+    AliasConflict,
+    AliasNotKept,
+    InvalidRequest,
+    RequestError,
+)
 from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.adapter_sets import AdapterSets
+from multilora_engine.lora.aliases import task_id_of_alias
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import SetMember, TaskId, checked_members, scoped_task_id, task_id_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters, describe_remote
@@ -20,6 +29,7 @@ from multilora_engine.process.messages import AdapterScope
 from multilora_engine.process.operations import (
     AdapterList,
     AdapterReport,
+    AliasReport,
     CombineAdapters,
     DescribeModel,
     EventList,
@@ -34,7 +44,9 @@ from multilora_engine.process.operations import (
     ReadEvents,
     ReadLayout,
     ReadStats,
+    RemoveAlias,
     Report,
+    SetAlias,
     StatsReport,
     SwitchWeights,
     UnloadAdapter,
@@ -42,7 +54,7 @@ from multilora_engine.process.operations import (
     WeightList,
 )
 from multilora_engine.process.telemetry import AdapterUsage
-from multilora_wire.adapter_info import AdapterInfo
+from multilora_wire.adapter_info import AdapterInfo, Alias
 
 
 class PendingSwitch(Protocol):
@@ -114,6 +126,13 @@ class AdapterOperator:
                 return self._load(operation)
             case CombineAdapters():
                 return self._combine(operation)
+            case SetAlias():
+                alias = Alias(operation.name, operation.members, operation.tenant)
+                change = _AliasChange(alias, self._remote.list_sources(), self._set_alias)
+                return PendingReport(change.is_ready, change.report)
+            case RemoveAlias():
+                alias, stored = self._adapters.aliases.remove(operation.name, operation.tenant)
+                return PendingReport(stored.done, lambda: _stored(alias, stored))
             case UnloadAdapter():
                 return self._unload(operation)
             case PinAdapter():
@@ -161,13 +180,37 @@ class AdapterOperator:
         adapters = {_task_id(info): info for info in (*self._remote.describe(), *self._adapters.inventory.describe())}
         for key in in_sources:
             adapters.setdefault(key.lora_task_id, describe_remote(key))
+        aliases = self._adapters.aliases.describe()
         seen = adapters.values() if scope.is_everything else _seen_by(scope, adapters.values())
-        return AdapterList(sorted(seen, key=lambda info: (info.tenant, info.lora_task_id)))
+        return AdapterList(
+            sorted(seen, key=lambda info: (info.tenant, info.lora_task_id)),
+            aliases if scope.is_everything else [*_aliases_seen_by(scope, aliases)],
+        )
+
+    def _set_alias(self, alias: Alias, in_sources: Iterable[AdapterKey]) -> Future[None]:
+        """Raises AliasConflict for a new alias whose name an adapter has, in a tier, on its way or in a source."""
+        task_id, aliases = task_id_of_alias(alias), self._adapters.aliases
+        known = (*self._remote.describe(), *self._adapters.inventory.describe(), *map(describe_remote, in_sources))
+        if aliases.get(task_id) is None and any(
+            info.tenant == alias.tenant and (info.name == alias.name or _task_id(info) == task_id) for info in known
+        ):
+            raise AliasConflict(
+                f"there is an adapter {alias.name!r}, and a name has one meaning: give the alias another name, or "
+                "unload the adapter and take it out of its source first"
+            )
+        return aliases.set(alias)
+
+    def _check_no_alias(self, task_id: TaskId) -> None:
+        """Raises InvalidRequest for an alias in place of an adapter."""
+        if (alias := self._adapters.aliases.get(task_id)) is not None:
+            members = ", ".join(member.name for member in alias.members)
+            raise InvalidRequest(f"{alias.name!r} is an alias of {members}; name one of them, or remove the alias")
 
     def _load(self, operation: LoadAdapter) -> Report | PendingReport:
         name = operation.name or ""
         lora_task_id = task_id_of(name) if operation.lora_task_id is None else operation.lora_task_id
         key, task_id = AdapterKey(lora_task_id, name), scoped_task_id(operation.tenant, lora_task_id)
+        self._adapters.aliases.check_adapter(task_id, name)
         present = self._adapters.inventory.digest(task_id)
         operation.expectation.check(lora_task_id, name, present, present)
         if operation.path:
@@ -187,6 +230,8 @@ class AdapterOperator:
             SetMember(_member_id(member), member.weight, member.tenant) for member in operation.members
         )
         task_id = scoped_task_id(operation.tenant, number)
+        self._adapters.aliases.check_adapter(task_id, name)
+        self._adapters.aliases.check_members(members)
         expectation = operation.expectation
         if (fetch := self._sets.fetch(task_id, members, name, expectation=expectation)) is None:
             return self._when_arrived(task_id, self._adapters.load(task_id))
@@ -245,10 +290,50 @@ class AdapterOperator:
         return info
 
     def _info(self, task_id: TaskId, called: str) -> AdapterInfo:
+        self._check_no_alias(task_id)
         try:
             return self._adapters.inventory.info(task_id)
         except AdapterNotFound:
             raise AdapterNotHere(called) from None
+
+
+class _AliasChange:
+    """An alias that is to hold as soon as the sources have told their adapters."""
+
+    def __init__(
+        self,
+        alias: Alias,
+        in_sources: Future[list[AdapterKey]],
+        set_alias: Callable[[Alias, list[AdapterKey]], Future[None]],
+    ) -> None:
+        self._alias = alias
+        self._in_sources = in_sources
+        self._set_alias = set_alias
+
+    def is_ready(self) -> bool:
+        return self._in_sources.done() and self._stored.done()
+
+    def report(self) -> AliasReport:
+        return _stored(self._alias, self._stored)
+
+    @cached_property
+    def _stored(self) -> Future[None]:
+        """Changes the alias, once. The future raises RequestError for a change that was refused."""
+        try:
+            return self._set_alias(self._alias, self._in_sources.result())
+        except RequestError as error:
+            refused: Future[None] = Future()
+            refused.set_exception(error)
+            return refused
+
+
+def _stored(alias: Alias, stored: Future[None]) -> AliasReport:
+    """The answer to a change of an alias. Raises AliasNotKept, or the RequestError of a change that was refused."""
+    try:
+        stored.result()
+    except OSError as error:
+        raise AliasNotKept(alias.name, str(error)) from error
+    return AliasReport(alias)
 
 
 def _member_id(member: NamedMember) -> int:
@@ -272,6 +357,19 @@ def _seen_by(scope: AdapterScope, adapters: Iterable[AdapterInfo]) -> Iterator[A
                 yield info
         elif shared.match(info.lora_task_id, info.name):
             yield describe_remote(AdapterKey(info.lora_task_id, info.name))
+
+
+def _aliases_seen_by(scope: AdapterScope, aliases: Iterable[Alias]) -> Iterator[Alias]:
+    """The tenant's own aliases, and the server's aliases that it may use, without their members."""
+    from multilora_client.keys import AdapterPatterns
+
+    shared = AdapterPatterns(scope.shared, task_id_of)
+    for alias in aliases:
+        if alias.tenant:
+            if alias.tenant == scope.tenant:
+                yield alias
+        elif shared.match(task_id_of(alias.name), alias.name):
+            yield Alias(alias.name, ())
 
 
 def _task_id(info: AdapterInfo) -> TaskId:

@@ -18,7 +18,7 @@ from multilora_engine.lora.names import DIGEST_FORM, is_digest
 from multilora_engine.lora.versions import Expectation
 from multilora_engine.process.telemetry import RequestStats, Usage
 from multilora_wire.adapter_event import AdapterEvent
-from multilora_wire.adapter_info import AdapterInfo
+from multilora_wire.adapter_info import AdapterInfo, Alias, AliasMember
 from multilora_wire.layout import AdapterLayout
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class _OnAdapter(_Operation, frozen=True):
 
 
 class ListAdapters(_Operation, frozen=True, tag="list"):
-    """All adapters, in any tier, and the adapters of the sources, as far as these can tell."""
+    """All adapters, in any tier, and the adapters of the sources, as far as these can tell; and all aliases."""
 
 
 class UnloadAdapter(_OnAdapter, frozen=True, tag="unload"):
@@ -118,6 +118,24 @@ class CombineAdapters(_OnAdapter, frozen=True, tag="combine"):
     members: list[NamedMember] = msgspec.field(default_factory=list)
 
 
+class SetAlias(_Operation, frozen=True, tag="alias"):
+    """Have requests by a name answered by adapters of the same owner, by weight. Requests in flight go on as they are.
+
+    The members need not be cached. tenant: the owner, empty if the alias belongs to none.
+    """
+
+    name: str
+    members: tuple[AliasMember, ...]
+    tenant: str = ""
+
+
+class RemoveAlias(_Operation, frozen=True, tag="unalias"):
+    """Forget an alias. New requests by its name are refused."""
+
+    name: str
+    tenant: str = ""
+
+
 class ReadEvents(_Operation, frozen=True, tag="events"):
     """The events after number `since`, as far as they are remembered."""
 
@@ -167,6 +185,8 @@ Operation = (
     | PinAdapter
     | UnpinAdapter
     | CombineAdapters
+    | SetAlias
+    | RemoveAlias
     | ReadEvents
     | ReadStats
     | ReadLayout
@@ -186,10 +206,11 @@ def parse_operation(text: str) -> Operation:
         raise InvalidRequest(f"not an operation on adapters or weights: {error}{advice}") from None
 
 
-class AdapterList(msgspec.Struct, frozen=True):
-    """The answer to `list`, by task id."""
+class AdapterList(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The answer to `list`, by task id; aliases by name."""
 
     adapters: list[AdapterInfo]
+    aliases: list[Alias] = []
 
 
 class AdapterReport(msgspec.Struct, frozen=True):
@@ -199,6 +220,12 @@ class AdapterReport(msgspec.Struct, frozen=True):
     """
 
     adapter: AdapterInfo
+
+
+class AliasReport(msgspec.Struct, frozen=True):
+    """The answer to `alias`, and to `unalias`, with the alias as it was."""
+
+    alias: Alias
 
 
 class EventList(msgspec.Struct, frozen=True):
@@ -263,4 +290,4 @@ class WeightList(msgspec.Struct, frozen=True):
     stats: WeightStats
 
 
-Report = AdapterList | AdapterReport | EventList | StatsReport | LayoutReport | ModelReport | WeightList
+Report = AdapterList | AdapterReport | AliasReport | EventList | StatsReport | LayoutReport | ModelReport | WeightList

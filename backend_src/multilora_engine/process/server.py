@@ -17,7 +17,7 @@ import zmq
 from multilora_engine.engine.block_events import BlockEvent, BlockEvents
 from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.engine_info import EngineInfo
-from multilora_engine.errors import AdapterNotFound, AdapterNotKept, EngineUnavailable, InternalError, RequestError
+from multilora_engine.errors import AdapterNotKept, EngineUnavailable, InternalError, RequestError
 from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.adapter_sets import AdapterSets
 from multilora_engine.lora.layout import PackedAdapter
@@ -107,7 +107,7 @@ class ServedEngine(Protocol):
     @property
     def adapters_in_use(self) -> AdaptersInUse: ...
     def put_adapter(self, lora_task_id: TaskId, adapter: PackedAdapter, name: str = "") -> None: ...
-    def add_request(self, request: GenerationRequest) -> None: ...
+    def add_request(self, request: GenerationRequest, call_id: str) -> GenerationRequest: ...
     def abort(self, request_id: str) -> TokenOutput | None: ...
     def step(self, on_progress: Callable[[], None]) -> list[TokenOutput]: ...
     def note_sent(self) -> None: ...
@@ -280,20 +280,20 @@ class EngineServer:
     def _add(self, front: bytes, message: Add, payload: memoryview) -> None:
         try:
             self._check_open()
-            sender = message.requests[0].sender
+            sender, call_id = message.requests[0].sender, message.requests[0].request_id
             self._rates.admit(sender, len(message.requests))
             if message.adapter is not None:
                 message.check_sent()
                 self._put_adapter(message.adapter, payload, message.requests[0].lora_name)
-                self._fronts.send(front, AdapterTaken(message.requests[0].request_id))
+                self._fronts.send(front, AdapterTaken(call_id))
             for request in message.requests:
-                self._add_request(request)
+                accepted = self._engine.add_request(request, message.client_request_id or call_id)
                 self._routes[request.request_id] = Route(
                     front,
-                    message.requests[0].request_id,
+                    call_id,
                     message.client_request_id,
                     sender,
-                    request.task_id,
+                    accepted.task_id,
                     message.trace_id,
                 )
                 if not sender.is_canary:
@@ -307,12 +307,6 @@ class EngineServer:
                 self._telemetry.refuse(code, num_refused)
             raise
 
-    def _add_request(self, request: GenerationRequest) -> None:
-        try:
-            self._engine.add_request(request)
-        except AdapterNotFound as error:
-            raise error.under_name(request.lora_name) from None
-
     def _check_open(self) -> None:
         if self._is_draining:
             raise EngineUnavailable("the server is shutting down")
@@ -325,7 +319,8 @@ class EngineServer:
         expectation.check(header.lora_task_id, message.lora_name, present, header.digest)
         write = self._put_adapter(message.adapter, payload, message.lora_name)
         self._fronts.send(front, AdapterTaken(message.request_id))
-        done = TokenOutput(message.request_id, [], "", finish_reason="stop", lora_digest=message.adapter.digest)
+        digest, name = message.adapter.digest, message.lora_name
+        done = TokenOutput(message.request_id, [], "", finish_reason="stop", lora_digest=digest, lora_name=name)
         if write is None:
             self._fronts.add(front, done)
             return

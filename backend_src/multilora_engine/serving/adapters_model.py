@@ -19,6 +19,8 @@ from multilora_engine.process.operations import (
     Operation,
     PinAdapter,
     ReadStats,
+    RemoveAlias,
+    SetAlias,
     SwitchWeights,
     UnloadAdapter,
     UnpinAdapter,
@@ -63,6 +65,8 @@ def grant_operation(operation: Operation, rights: Rights) -> Operation:
             raise PermissionDenied("the weights are of all tenants; this API key does not run the server")
         case LoadAdapter() | UnloadAdapter() | PinAdapter() | UnpinAdapter() | CombineAdapters():
             return _grant_on_adapter(operation, rights)
+        case SetAlias() | RemoveAlias():
+            return _grant_on_alias(operation, rights)
         case _:
             return operation
 
@@ -88,6 +92,19 @@ def _grant_on_adapter(operation: _OnAdapter, rights: Rights) -> Operation:
     if isinstance(operation, CombineAdapters):
         members = [_grant_member(member, rights) for member in operation.members]
         return msgspec.structs.replace(operation, tenant=tenant, members=members)
+    return msgspec.structs.replace(operation, tenant=tenant)
+
+
+def _grant_on_alias(operation: SetAlias | RemoveAlias, rights: Rights) -> Operation:
+    """A tenant's aliases have the tenant's own adapters as members: its rights on the server's may change later."""
+    rights.check_operate()
+    tenant = rights.sender.tenant
+    if operation.tenant not in ("", tenant):
+        raise PermissionDenied(f"this API key may not look after aliases of tenant {operation.tenant[:64]!r}")
+    members = operation.members if isinstance(operation, SetAlias) else ()
+    for name in (operation.name, *(member.name for member in members)):
+        if rights.adapter_tenant(task_id_of(name), name) != tenant:
+            raise PermissionDenied(f"{name!r} is the server's own, and this API key may change its tenant's aliases")
     return msgspec.structs.replace(operation, tenant=tenant)
 
 

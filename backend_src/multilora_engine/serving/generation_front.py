@@ -229,6 +229,7 @@ def _expand(
                 lora_set=call.lora_sets[batch_index],
                 lora_path=call.lora_paths[batch_index],
                 lora_expected_digest=call.lora_expected_digests[batch_index],
+                lora_session=call.lora_sessions[batch_index],
             )
             num_tokens += len(prompt) + sampling.max_tokens
             requests.append(request)

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from multilora_engine.lora.names import task_id_of
 from multilora_engine.request import PerfMetrics, TokenOutput
 from multilora_engine.sequences.prompt_log_probs import NO_TOKEN, row_type
 
@@ -96,6 +97,7 @@ class RowAnswer(msgspec.Struct, frozen=True):
     num_output_tokens: int
     lora_task_id: int
     lora_digest: str
+    lora_name: str = ""
     num_output_tokens_so_far: int = 0
     cum_log_prob: float = 0.0
     log_probs: list[float] | None = None
@@ -147,8 +149,9 @@ class ReplyRow(msgspec.Struct, frozen=True):
             finish_reason=output.finish_reason or "",
             num_input_tokens=output.num_prompt_tokens,
             num_output_tokens=output.num_output_tokens - num_output_tokens_before,
-            lora_task_id=self.lora_task_id or 0,
+            lora_task_id=task_id_of(output.lora_name) if output.lora_name else self.lora_task_id or 0,
             lora_digest=output.lora_digest,
+            lora_name=output.lora_name,
             num_output_tokens_so_far=output.num_output_tokens,
             cum_log_prob=output.cum_log_prob,
             log_probs=[token.log_prob for token in output.log_probs] if self.returns_log_probs else None,
@@ -288,6 +291,7 @@ _COLUMNS: Mapping[str, tuple[Callable[[RowAnswer], int | bytes], type]] = {
     "batch_index": (lambda row: row.batch_index, np.int32),
     "lora_task_id_out": (lambda row: row.lora_task_id, np.uint64),
     "lora_digest": (lambda row: row.lora_digest.encode(), np.object_),
+    "lora_name_out": (lambda row: row.lora_name.encode(), np.object_),
 }
 """The outputs of one value an answer, and the type of their arrays."""
 
@@ -308,6 +312,7 @@ _SAME_IN_A_ROW = frozenset(
         "batch_index",
         "lora_task_id_out",
         "lora_digest",
+        "lora_name_out",
         "context_logits",
         *_PROMPT_COLUMNS,
     }

@@ -49,6 +49,7 @@ class GenerateCall:
     lora_sets: of each row, the members of a set; empty for any other adapter.
     lora_paths: of each row, the place of the adapter's files, empty without one.
     lora_expected_digests: of each row, the digest that its adapter must have, empty for any.
+    lora_sessions: of each row, the session that keeps its member of an alias, empty without one.
     priorities: of each row, smaller ones first.
     """
 
@@ -61,6 +62,7 @@ class GenerateCall:
     lora_sets: list[tuple[SetMember, ...]]
     lora_paths: list[str]
     lora_expected_digests: list[str]
+    lora_sessions: list[str]
     priorities: list[int]
     adapter: SentAdapter | None
     is_streaming: bool
@@ -112,7 +114,7 @@ def read_call(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> G
         if "lora_start" in inputs:
             raise InvalidRequest("lora_start goes with a prompt, and the request only stores an adapter")
         name = inputs.text("lora_name", 0) or ""
-        return UploadCall(read_adapter(inputs, info, tokenizer), name, read_expected_digest(inputs, 0))
+        return UploadCall(read_adapter(inputs, info), name, read_expected_digest(inputs, 0))
     return _read_generate(inputs, info, tokenizer)
 
 
@@ -133,6 +135,7 @@ def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer)
         lora_sets=[read_set(inputs, row) for row in rows],
         lora_paths=[inputs.text("lora_path", row) or "" for row in rows],
         lora_expected_digests=[read_expected_digest(inputs, row) for row in rows],
+        lora_sessions=[_read_session(inputs, row) for row in rows],
         priorities=[inputs.scalar("priority", row) or 0 for row in rows],
         is_streaming=is_streaming,
         excludes_input=inputs.common("exclude_input_in_output", default=info.exclude_input_in_output),
@@ -140,7 +143,7 @@ def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer)
         vocab_size=info.vocab_size,
         returns_perf=inputs.common("return_perf_metrics", default=False),
         returns_kv_cache=inputs.common("return_kv_cache_reuse_stats", default=False),
-        adapter=read_adapter(inputs, info, tokenizer) if has_weights(inputs) else None,
+        adapter=read_adapter(inputs, info) if has_weights(inputs) else None,
     )
 
 
@@ -172,6 +175,16 @@ def _read_input_ids(inputs: InputTensors, row: int) -> list[int]:
     if not token_ids:
         raise InvalidRequest("empty prompt: input_ids holds no tokens")
     return token_ids
+
+
+_MAX_SESSION_BYTES = 1024
+
+
+def _read_session(inputs: InputTensors, row: int) -> str:
+    session = inputs.text("lora_session", row) or ""
+    if (num_bytes := len(session.encode())) > _MAX_SESSION_BYTES:
+        raise InvalidRequest(f"lora_session has {num_bytes} bytes, at most {_MAX_SESSION_BYTES} are accepted")
+    return session
 
 
 def _truncated(prompt: list[int], inputs: InputTensors, row: int, max_tokens: int, info: EngineInfo) -> list[int]:

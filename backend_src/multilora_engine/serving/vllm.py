@@ -73,6 +73,7 @@ class VllmSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     structured_outputs: str | StructuredOutputs | None = None
     lora_name: str | None = None
     lora_expected_digest: str | None = None
+    lora_session: str | None = None
 
 
 _SAME_ANSWER: Mapping[str, frozenset[str]] = {
@@ -263,6 +264,8 @@ def tensors_of(sampling: VllmSampling, info: EngineInfo, tokenizer: Tokenizer) -
         arrays["lora_name"] = _texts([sampling.lora_name])
     if sampling.lora_expected_digest is not None:
         arrays["lora_expected_digest"] = _texts([sampling.lora_expected_digest])
+    if sampling.lora_session is not None:
+        arrays["lora_session"] = _texts([sampling.lora_session])
     return arrays | _guide_tensors(sampling.structured_outputs)
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from support.adapters import TINY, wire_adapter
@@ -19,13 +20,18 @@ from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 from support.served_engine import served
 from support.sources import NO_BASE, GatedSource, GivenSource, digest_of, save_adapter
 
+from multilora_client.keys import Caller, KeyEntry
+from multilora_engine.errors import PermissionDenied
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import PackedAdapter, set_digest
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.lora.sources.fetcher import AdapterFetcher
-from multilora_engine.serving.adapters_model import AdaptersFront
+from multilora_engine.process.operations import parse_operation
+from multilora_engine.request import Sender
+from multilora_engine.serving.adapters_model import AdaptersFront, grant_operation
 from multilora_engine.serving.front import EngineLink
+from multilora_engine.serving.senders import Rights
 
 
 @pytest.fixture
@@ -253,6 +259,96 @@ def test_what_cannot_be_loaded_is_named(sourced: EngineLink) -> None:
     stats = operate(sourced, "stats")["tiers"]["remote"]
     assert (stats["misses"], stats["failures"]) == (1, 1)
     assert [event["kind"] for event in operate(sourced, "events")["events"]] == ["fetch_failed"]
+
+
+CHAT = [{"name": "chat-v7", "weight": 90}, {"name": "chat-v8", "weight": 10}]
+
+
+def test_an_alias_is_set_moved_listed_and_removed(link: EngineLink) -> None:
+    made = operate(link, "alias", name="chat", members=CHAT)["alias"]
+    assert made == {"name": "chat", "members": CHAT, "tenant": ""}
+    moved = operate(link, "alias", name="chat", members=CHAT[1:])["alias"]
+    assert operate(link, "list") == {"adapters": [], "aliases": [moved]}
+    assert operate(link, "unalias", name="chat") == {"alias": moved}
+    assert operate(link, "list") == {"adapters": []}
+    code, message = operate(link, "unalias", name="chat")
+    assert (code, "there is no alias 'chat'" in message) == ("NOT_FOUND", True)
+
+
+def test_a_name_is_that_of_an_adapter_or_of_an_alias(link: EngineLink) -> None:
+    listener = RecordingListener()
+    link.client.put_adapter(listener, "upload", task_id_of("pirate"), packed(), "pirate")
+    assert listener.wait()[-1].error_code is None
+    code, message = operate(link, "alias", name="pirate", members=CHAT)
+    assert (code, "there is an adapter 'pirate', and a name has one meaning" in message) == ("ALREADY_EXISTS", True)
+    operate(link, "alias", name="chat", members=[*CHAT, {"name": "pirate", "weight": 0}])
+    for task_id, name in ((task_id_of("chat"), "chat"), (task_id_of("chat"), ""), (7, "chat")):
+        refused = RecordingListener()
+        link.client.put_adapter(refused, f"upload {task_id}", task_id, packed(), name)
+        assert refused.wait()[-1].error_code == "ALREADY_EXISTS"
+        assert "'chat' is an alias of chat-v7, chat-v8, pirate" in (refused.outputs[-1].error_message or "")
+    pirates = [{"name": "pirate", "weight": 1}]
+    for operation, fields, expected in (
+        ("load", {"name": "chat"}, "ALREADY_EXISTS"),
+        ("load", {"lora_task_id": task_id_of("chat")}, "ALREADY_EXISTS"),
+        ("combine", {"name": "chat", "members": pirates}, "ALREADY_EXISTS"),
+        ("combine", {"name": "both", "members": [*pirates, {"name": "chat", "weight": 1}]}, "INVALID_ARG"),
+        ("pin", {"name": "chat"}, "INVALID_ARG"),
+        ("unpin", {"name": "chat"}, "INVALID_ARG"),
+        ("unload", {"name": "chat"}, "INVALID_ARG"),
+    ):
+        code, message = operate(link, operation, **fields)
+        assert (code, "'chat' is an alias" in message) == (expected, True), (operation, message)
+    operate(link, "unload", name="pirate")
+    assert operate(link, "alias", name="pirate", members=CHAT)[0] == "INVALID_ARG", "it is a member of an alias"
+
+
+def test_a_new_alias_has_no_name_that_a_source_has(sourced: EngineLink, tmp_path: Path) -> None:
+    code, message = operate(sourced, "alias", name="acme/pirate", members=CHAT)
+    assert (code, "or unload the adapter and take it out of its source first" in message) == ("ALREADY_EXISTS", True)
+    assert operate(sourced, "alias", name="chat", members=CHAT)["alias"]["name"] == "chat"
+    save_adapter(tmp_path / "a" / "chat", seed=3)
+    assert operate(sourced, "alias", name="chat", members=CHAT[1:])["alias"]["members"] == CHAT[1:], "it can be moved"
+    assert operate(sourced, "load", name="chat")[0] == "ALREADY_EXISTS"
+
+
+def test_an_alias_is_answered_for_when_it_is_stored(on_disk: EngineLink, tmp_path: Path) -> None:
+    operate(on_disk, "alias", name="chat", members=CHAT)
+    assert (tmp_path / "cache" / "aliases.json").read_bytes().count(b"chat-v") == 2
+    (tmp_path / "cache" / ".aliases.json.part").mkdir()
+    code, message = operate(on_disk, "unalias", name="chat")
+    assert (code, "the alias 'chat' is changed in memory only: lora_cache_dir cannot keep it" in message) == (
+        "UNAVAILABLE",
+        True,
+    )
+    assert "aliases" not in operate(on_disk, "list")
+
+
+@pytest.mark.parametrize(
+    ("entry", "fields", "granted"),
+    [
+        ({"tenant": "acme", "operate": True}, {}, "acme"),
+        ({"tenant": "acme", "operate": True}, {"tenant": "acme"}, "acme"),
+        ({"tenant": "acme", "operate": True}, {"tenant": "bolt"}, "may not look after aliases of tenant 'bolt'"),
+        ({"tenant": "acme"}, {}, "may not load, pin, unpin or unload"),
+        ({"tenant": "acme", "operate": True, "adapters": ["chat"]}, {}, "'chat' is the server's own"),
+        ({"tenant": "acme", "operate": True, "adapters": ["chat-v8"]}, {}, "'chat-v8' is the server's own"),
+        ({"tenant": "acme", "operate": True, "own_adapters": ["chat"]}, {}, "may not use LoRA adapter chat-v7"),
+        ({"adapters": ["*"]}, {}, "may not load, pin, unpin or unload"),
+        ({"operate": True, "adapters": ["*"]}, {"tenant": "acme"}, "acme"),
+        ({"operate": True, "adapters": ["*"]}, {}, ""),
+    ],
+)
+def test_a_key_changes_the_aliases_of_its_tenant_over_its_own_adapters(
+    entry: dict[str, Any], fields: dict[str, str], granted: str
+) -> None:
+    rights = Rights(Sender(tenant=entry.get("tenant", "")), 0, Caller(KeyEntry(key="k" * 16, **entry), task_id_of))
+    operation = parse_operation(json.dumps({"operation": "alias", "name": "chat", "members": CHAT, **fields}))
+    if " " not in granted:
+        assert grant_operation(operation, rights) == msgspec.structs.replace(operation, tenant=granted)
+        return
+    with pytest.raises(PermissionDenied, match=granted):
+        grant_operation(operation, rights)
 
 
 def test_without_sources_nothing_can_be_loaded_but_what_is_here(link: EngineLink) -> None:

@@ -27,6 +27,7 @@ from multilora_engine.serving.generation_front import GenerationFront
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES
 from multilora_engine.serving.replies import Responder
 from multilora_engine.text.tokenizer import Tokenizer
+from multilora_wire.adapter_info import Alias, AliasMember
 
 WIRE = wire_adapter(TINY, [(1, 0, 4), (6, 2, 7)])
 ADAPTER = {"lora_weights_fp32": WIRE.weights.numpy()[None], "lora_config": WIRE.config.numpy()[None]}
@@ -339,6 +340,37 @@ def test_an_adapter_may_go_by_its_name_alone(front: GenerationFront, engine: Fak
         assert response.arrays["lora_task_id_out"].tolist() == [[task_id_of("acme/pirate")]]
         assert response.arrays["lora_digest"].item() != b""
     assert [info.name for info in engine.loras.inventory.describe()] == ["acme/pirate"]
+
+
+def test_an_alias_is_answered_by_a_member_which_the_response_names(
+    front: GenerationFront, engine: FakeEngine, link: EngineLink
+) -> None:
+    for name in ("chat-v7", "chat-v8"):
+        ask(front, {**ADAPTER, "lora_name": [[name]]})
+    weights = {"chat-v7": 50, "chat-v8": 50}
+    engine.loras.aliases.set(Alias("chat", tuple(AliasMember(name, weight) for name, weight in weights.items())))
+    by_name, by_id = {"lora_name": [["chat"]]}, {"lora_task_id": np.array([[task_id_of("chat")]], np.uint64)}
+    prompt = {"input_ids": [[5]], "max_tokens": [[1]], "num_return_sequences": [[2]]}
+
+    def answered_by(more: dict[str, Any], request_id: str = "") -> str:
+        responses = ask(front, {**prompt, **more}, id=request_id)
+        names = {response.arrays["lora_name_out"].item().decode() for response in responses}
+        assert len(names) == 1, "all answers of a request are by one member"
+        name = names.pop()
+        assert {response.arrays["lora_task_id_out"].item() for response in responses} == {task_id_of(name)}
+        return name
+
+    assert {answered_by(by_name) for _ in range(20)} == weights.keys(), "each request by itself"
+    for i in range(4):
+        session = {"lora_session": [[f"Ann {i}"]]}
+        assert len({answered_by({**which, **session}, f"{n}") for n in range(3) for which in (by_name, by_id)}) == 1
+        assert len({answered_by(by_name, f"mine {i}") for _ in range(3)}) == 1, "its own id"
+    engine.loras.unload(task_id_of("chat-v8"))
+    engine.loras.aliases.set(Alias("chat", (AliasMember("chat-v7", 0), AliasMember("chat-v8", 1))))
+    code, message = error_of(ask(front, {**prompt, **by_name}))
+    assert (code, "LoRA adapter 'chat-v8' not found in cache" in message) == ("NOT_FOUND", True)
+    long = error_of(ask(front, {**prompt, **by_name, "lora_session": [["x" * 1025]]}))
+    assert (long[0], "lora_session has 1025 bytes, at most 1024" in long[1]) == ("INVALID_ARG", True)
 
 
 def test_an_upload_may_go_by_a_name_alone(front: GenerationFront, engine: FakeEngine) -> None:

@@ -17,7 +17,9 @@ from multilora_engine.serving.outputs import OutputColumns, PromptAnswer, Prompt
 from multilora_engine.text.tokenizer import Tokenizer
 
 LOGITS_NAMES = {"top_log_prob_ids", "top_log_probs", "output_tokens", "context_logits", "generation_logits"}
-FIRST = RowAnswer(0, 0, [1, 2, 3], "aé", "stop", 1, 2, 2**64 - 1, "d1", num_output_tokens_so_far=7, stop_id="ab12")
+FIRST = RowAnswer(
+    0, 0, [1, 2, 3], "aé", "stop", 1, 2, 2**64 - 1, "d1", "v7", num_output_tokens_so_far=7, stop_id="ab12"
+)
 SECOND = RowAnswer(1, 0, [4], "", "", 5, 0, 0, "")
 
 
@@ -47,8 +49,9 @@ def test_every_output_has_the_shape_and_dtype_of_the_configuration() -> None:
         "batch_index": [[0], [1]],
         "lora_task_id_out": [[2**64 - 1], [0]],
         "lora_digest": [[b"d1"], [b""]],
+        "lora_name_out": [[b"v7"], [b""]],
     }
-    strings = {"text_output", "finish_reason", "lora_digest", "stop_id"}
+    strings = {"text_output", "finish_reason", "lora_digest", "lora_name_out", "stop_id"}
     for name, array in arrays.items():
         assert array.dtype == (object if name in strings else np.uint64 if name == "lora_task_id_out" else np.int32)
 
@@ -62,7 +65,7 @@ def test_the_sequences_of_a_row_are_its_beams() -> None:
     assert arrays["sequence_index"].tolist() == [[0], [0]]
     assert arrays["num_output_tokens"].tolist() == [[6], [0]]
     per_row = {"num_input_tokens", "num_cached_tokens", "num_output_tokens", "sequence_index"}
-    per_row |= {"batch_index", "lora_task_id_out", "lora_digest"}
+    per_row |= {"batch_index", "lora_task_id_out", "lora_digest", "lora_name_out"}
     for name in {*OUTPUT_NAMES} - {"output_ids", "output_log_probs", "flat_text_output"}:
         assert arrays[name].shape == ((2, 1) if name in per_row else (2, 3))
     assert arrays["lora_digest"].tolist() == [[b"d1"], [b""]]

@@ -454,6 +454,7 @@ def rows(sampling: list[SamplingParams], prompt_tokens: int = 1, num_sequences: 
         lora_sets=[()] * len(sampling),
         lora_paths=[""] * len(sampling),
         lora_expected_digests=[""] * len(sampling),
+        lora_sessions=[""] * len(sampling),
         priorities=[0] * len(sampling),
         adapter=None,
         is_streaming=False,
