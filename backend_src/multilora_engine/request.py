@@ -43,6 +43,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     repetition_penalty (1 is none) counts prompt and answer; presence_penalty and frequency_penalty (0 is none) count
     the answer. embedding_bias: (token id, addend of its logit). bad_token_sequences: never completed.
 
+    forced_first_id: the answer's first token, whatever else the request says; a guide holds for the text after it.
     min_tokens: no end token before this many tokens. end_id: None means the checkpoint's own end tokens; -1 means none.
     guide_after_thinking: the guide holds for the text after the thinking of a model that thinks (guides/thinking.py).
     guide: an end token is chosen only if the answer parses. If nothing can follow, the answer ends by itself, even
@@ -87,6 +88,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     include_stop_str_in_output: bool = False
     guide: Guide | None = None
     guide_after_thinking: bool = False
+    forced_first_id: int | None = None
     return_log_probs: bool = False
     num_top_log_probs: int = 0
     return_context_logits: bool = False

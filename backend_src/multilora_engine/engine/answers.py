@@ -85,8 +85,9 @@ class Answers:
             return self.finish(sequence, "length")
         if (token_id := token.token_id) is None:
             return error_output(sequence.request, no_token_left(sequence))
+        is_forced = sequence.request.sampling.forced_first_id is not None and not sequence.output_token_ids
         try:
-            is_complete = sequence.guide is not None and sequence.guide.advance(token_id)
+            is_complete = sequence.guide is not None and not is_forced and sequence.guide.advance(token_id)
         except InvalidRequest as error:
             return error_output(sequence.request, error)
         sequence.output_token_ids.append(token_id)

@@ -43,8 +43,8 @@ def adjust_logits(
 ) -> list[int]:
     """Apply biases, penalties and bans, in the order of transformers' `generate`.
 
-    Bans come last: penalties after them could make a forbidden token possible again. If the work for one sequence
-    fails, its logits stay as they are at that point, and the other sequences go on.
+    Bans come last: penalties after them could make a forbidden token possible again. A forced token is under no ban. If
+    the work for one sequence fails, its logits stay as they are at that point, and the other sequences go on.
 
     tokens: None if the host knows all tokens. Returns the rows in which tokens may be forbidden.
     """
@@ -59,6 +59,7 @@ def adjust_logits(
     if tokens is not None:
         others = [(row, sequence) for row, sequence in rows if sequence.search is None]
         restricted |= _adjust_on_device(logits, others, end_token_ids, tokens)
+    _force(logits, sequences)
     return sorted(restricted)
 
 
@@ -87,6 +88,16 @@ def _add_bias(logits: torch.Tensor, sequences: list[Sequence]) -> None:
         if sequence.bias is not None:
             token_ids, biases = sequence.bias
             logits[row, token_ids] = (logits[row, token_ids] + biases).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
+
+
+def _force(logits: torch.Tensor, sequences: list[Sequence]) -> None:
+    """Leave no token but the forced ones possible, in the rows that have any. These keep their logits."""
+    forced = [(row, token_id) for row, s in enumerate(sequences) if (token_id := s.forced_token_id) is not None]
+    if forced:
+        rows, token_ids = to_device(torch.tensor(forced).T.contiguous(), logits.device)
+        kept = logits[rows, token_ids]
+        logits[rows] = -torch.inf
+        logits[rows, token_ids] = kept
 
 
 def _penalise_repetition(logits: torch.Tensor, rows: list[_Row]) -> None:
@@ -131,6 +142,8 @@ def _forbid(logits: torch.Tensor, rows: list[_Row], end_token_ids: tuple[int, ..
 
 
 def _forbidden(sequence: Sequence, end_token_ids: tuple[int, ...]) -> TokenIds:
+    if sequence.forced_token_id is not None:
+        return _NO_TOKENS
     sampling = sequence.request.sampling
     ends = _forbidden_ends(sequence, end_token_ids)
     return np.concatenate([_history(sequence).forbidden(), ends]) if sampling.bad_token_sequences else ends
@@ -178,7 +191,7 @@ def _adjust_on_device(
 
 def _is_adjusted(sequence: Sequence) -> bool:
     """Whether the request may change the logits of its sequence."""
-    is_biased = sequence.bias is not None or sequence.guide is not None
+    is_biased = sequence.bias is not None or sequence.guide is not None or sequence.forced_token_id is not None
     return is_biased or _is_penalised(sequence.request.sampling) or _may_have_bans(sequence)
 
 
@@ -187,6 +200,8 @@ def _is_penalised(sampling: SamplingParams) -> bool:
 
 
 def _may_have_bans(sequence: Sequence) -> bool:
+    if sequence.forced_token_id is not None:
+        return False
     sampling = sequence.request.sampling
     num_output_tokens = len(sequence.output_token_ids) + sequence.num_pending_tokens
     return bool(sampling.bad_token_sequences) or num_output_tokens < sampling.min_tokens
@@ -203,7 +218,7 @@ def _bans(sequence: Sequence, end_token_ids: tuple[int, ...]) -> Bans:
 
 
 def _apply_guides(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
-    guided = [(row, sequence) for row, sequence in enumerate(sequences) if sequence.guide is not None]
+    guided = [(row, s) for row, s in enumerate(sequences) if s.guide is not None and s.forced_token_id is None]
     if not (guides := for_each_alone(guided, _allowed)):
         return []
     rows, masks = zip(*guides, strict=True)

@@ -334,6 +334,12 @@ class Sequence:
         return table.num_cached_tokens
 
     @property
+    def forced_token_id(self) -> int | None:
+        """The only token that may come next; None lets any."""
+        is_first = not (self.output_token_ids or self.num_pending_tokens)
+        return self.request.sampling.forced_first_id if is_first else None
+
+    @property
     def is_complete(self) -> bool:
         """Whether nothing is left to compute: its answer is as long as it may become, with any pending tokens.
 

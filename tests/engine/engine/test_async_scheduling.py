@@ -36,7 +36,8 @@ KINDS: list[dict[str, Any]] = [
     {"top_p": 0.9, "top_p_decay": 0.6, "top_p_reset_id": 3, "top_k": 0, "temperature": 2.0, "seed": 7},
     {"return_log_probs": True, "num_top_log_probs": 2},
     {"return_generation_logits": True},
-    {"beam_width": 2},
+    {"forced_first_id": 7, "min_tokens": 2, "presence_penalty": 0.4, "return_log_probs": True},
+    {"beam_width": 2, "forced_first_id": 9},
     {"beam_width": 2, "repetition_penalty": 1.3, "bad_token_sequences": BAD},
 ]
 RUNNING_AHEAD = KINDS[:-2]
@@ -45,7 +46,7 @@ READ_LATER = {
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "embedding_bias", "min_tokens"),
     *("end_id", "stop_words", "stop_token_sequences", "include_stop_str_in_output", "return_prompt_log_probs"),
     *("top_p_decay", "top_p_min", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("bad_token_sequences", "return_log_probs", "return_generation_logits"),
+    *("bad_token_sequences", "return_log_probs", "return_generation_logits", "forced_first_id"),
 }
 READ_AT_ONCE: dict[str, Any] = {"guide": Guide("json"), "return_context_logits": True, "beam_width": 2}
 MEAN_NOTHING_ALONE = {

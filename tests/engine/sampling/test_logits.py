@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import (
+    ForcedBOSTokenLogitsProcessor,
     LogitsProcessor,
     LogitsProcessorList,
     NoBadWordsLogitsProcessor,
@@ -43,6 +44,7 @@ def params(draw: st.DrawFn) -> SamplingParams:
         frequency_penalty=draw(penalties),
         embedding_bias=tuple(bias.items()),
         bad_token_sequences=tuple(draw(st.lists(bad, max_size=3))),
+        forced_first_id=draw(st.none() | token_ids),
     )
 
 
@@ -86,11 +88,19 @@ def expected(row: torch.Tensor, sequence: Sequence) -> torch.Tensor:
         processors.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in sampling.embedding_bias]))
     processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     processors.append(OpenAIPenalties(answer, sampling.frequency_penalty, sampling.presence_penalty))
+    token_ids = torch.tensor([sequence.request.prompt_token_ids + answer])
+    if sampling.forced_first_id is not None and not answer:
+        row = processors(token_ids, row[None])[0]
+        forced = ForcedBOSTokenLogitsProcessor(sampling.forced_first_id)(token_ids[:, :1], row[None])[0]
+        # transformers gives it the logit 0: the same log-probs.
+        wanted = torch.full_like(row, -torch.inf).index_copy(0, forced.isfinite().nonzero()[0], row[forced == 0])
+        torch.testing.assert_close(wanted.log_softmax(0), forced.log_softmax(0))
+        return wanted
     if sampling.bad_token_sequences:
         processors.append(NoBadWordsLogitsProcessor([list(bad) for bad in sampling.bad_token_sequences]))
     if len(answer) < sampling.min_tokens:
         processors.append(SuppressTokensLogitsProcessor(list(END)))
-    return cast(torch.Tensor, processors(torch.tensor([sequence.request.prompt_token_ids + answer]), row[None])[0])
+    return cast(torch.Tensor, processors(token_ids, row[None])[0])
 
 
 @settings(max_examples=150, deadline=None)
@@ -100,7 +110,8 @@ def test_every_row_of_a_mixed_batch_is_what_transformers_makes_of_it_alone(batch
     wanted = torch.stack([expected(row.clone(), sequence) for row, sequence in zip(logits, batch, strict=True)])
     restricted = adjust_logits(logits, batch, END)
     torch.testing.assert_close(logits, wanted)
-    assert restricted == [row for row in range(len(batch)) if torch.isinf(wanted[row]).any()]
+    are_forced = [s.forced_token_id is not None for s in batch]
+    assert restricted == [row for row in range(len(batch)) if torch.isinf(wanted[row]).any() and not are_forced[row]]
 
 
 @settings(max_examples=100, deadline=None)
