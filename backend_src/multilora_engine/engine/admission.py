@@ -177,9 +177,12 @@ class LiveRequests:
         return next(sequence for sequence in self if sequence.status is SequenceStatus.WAITING)
 
     def roots(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """The sequences that stand for the requests of `sequences` that have not ended, each once, in their order."""
-        unended = (s for s in sequences if s.status is not SequenceStatus.FINISHED)
-        return [self._sequences[id_] for id_ in dict.fromkeys(s.request.request_id for s in unended)]
+        """The sequences that stand for the requests of `sequences` that have not ended, each once, in their order.
+
+        Of a search the first beam alone knows that it has ended.
+        """
+        unended = (s.request.request_id for s in sequences if s.status is not SequenceStatus.FINISHED)
+        return [self._sequences[id_] for id_ in dict.fromkeys(unended) if id_ in self._sequences]
 
     def add(self, sequence: Sequence, deadline_s: float) -> None:
         """A request was accepted. deadline_s: by the monotonic clock."""

@@ -71,8 +71,6 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     tokenizer_path = config.tokenizer_path or config.model_path
     tokenizer = Tokenizer(tokenizer_path)
     model_config = wait_for_config()
-    if model_config.encoder is not None:
-        raise ConfigError(f"{config.model_path}: {model_config.architecture} has an encoder: not served yet")
     sites = restricted_sites(model_config.sites, config.lora.target_modules)
     dtype = choose_dtype(config.dtype, model_config, device)
     kv_dtype = choose_kv_cache_dtype(config, model_config, dtype, device)

@@ -383,6 +383,20 @@ def test_min_tokens_delays_the_end_token_but_does_not_hold_a_complete_answer_ope
     assert re.fullmatch("[0-9]{4}", answers["short"].text)
 
 
+def test_a_guide_holds_for_the_text_after_a_forced_token(engine: Engine) -> None:
+    (letter,) = engine._tokenizer.encode("a", add_special_tokens=False)
+    answers = run_all(
+        engine,
+        [
+            request("r", DIGITS, forced_first_id=letter, bad_token_sequences=((letter,),)),
+            request("last", DIGITS, forced_first_id=letter, max_tokens=1, return_log_probs=True),
+        ],
+    )
+    assert re.fullmatch("a[0-9]{4}", answers["r"].text)
+    assert (answers["last"].text, len(answers["last"].log_probs)) == ("a", 1)
+    assert answers["last"].log_probs[0].log_prob < -1, "the model's own log-prob"
+
+
 def test_a_stop_word_ends_a_guided_answer(engine: Engine) -> None:
     answer = run_all(engine, [request("r", Guide("regex", "[ab]{300}"), stop_words=("ba",))])["r"]
     assert answer.final is not None
