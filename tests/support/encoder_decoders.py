@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
+    T5Tokenizer,
 )
 
 from multilora_engine.batch.forward_batch import CrossAttention, ForwardBatch, KVCache, SourceBatch, TokenLoRAs
@@ -246,3 +248,23 @@ def _padded(tables: Sequence[list[int]]) -> torch.Tensor:
 
 def random_tokens(n: int, seed: int) -> list[int]:
     return torch.randint(0, VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def save_t5_tokenizer(path: Path) -> Path:
+    """Write a tokenizer of `VOCAB_SIZE` pieces, T5's, into `path`, which is returned. It ends sources with `</s>`."""
+    specials = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -2.0)]
+    letters = "abcdefghijklmnopqrstuvwxyzäöüßABCDEFGHIJ.,!?'-"
+    pieces = [
+        "\u2581",
+        *letters,
+        *(f"\u2581{letter}" for letter in letters),
+        "\u2581the",
+        "\u2581der",
+        "ing",
+        "en",
+        "\u2581a\u2581b",
+    ]
+    vocab = specials + [(piece, -4.0 - len(piece) / 8) for piece in pieces]
+    vocab += [(f"<{i}>", -20.0) for i in range(len(vocab), VOCAB_SIZE)]
+    T5Tokenizer(vocab=vocab, extra_ids=0).save_pretrained(path)
+    return path

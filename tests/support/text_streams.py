@@ -14,9 +14,11 @@ def stream(
     stop_words: tuple[str, ...] = (),
     stop_token_sequences: tuple[tuple[int, ...], ...] = (),
     includes_stop: bool = False,
+    is_start: bool = False,
 ) -> list[TextDelta]:
     """Push until a stop word or the end."""
-    text_stream, deltas = TextStream(tokenizer, stop_words, stop_token_sequences, includes_stop), []
+    text_stream = TextStream(tokenizer, stop_words, stop_token_sequences, includes_stop, is_start)
+    deltas: list[TextDelta] = []
     for token_id in token_ids:
         deltas.append(text_stream.push(token_id))
         if deltas[-1].stopped:

@@ -122,6 +122,8 @@ def engine_request(
 
     is_probe: the request is Dynamo's canary, which goes before all others: a busy worker is not broken.
     """
+    if info.source is not None:
+        raise Unsupported("a model with an encoder; ask for it through Triton, or by multilora openai")
     lora_name = request.lora_name
     # Dynamo serves larger priorities first, the engine smaller ones.
     priority = -((request.routing and request.routing.priority) or 0)
@@ -202,6 +204,7 @@ def _call_of(request: WorkerRequest, sampling: SamplingParams, info: EngineInfo)
     """The same call as from Triton's doors, to which the same limits apply."""
     return GenerateCall(
         prompts=[request.token_ids],
+        sources=[[]],
         num_sequences=1,
         sampling=[sampling],
         lora_task_ids=[None],

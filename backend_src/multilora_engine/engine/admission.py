@@ -34,7 +34,7 @@ from multilora_engine.lora.remote import Fetch, RemoteAdapters
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.lora.versions import Expectation
 from multilora_engine.models.rope_config import AdapterRopes
-from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
+from multilora_engine.request import GenerationRequest, TokenOutput
 from multilora_engine.sampling.logits import bias_tensors, end_tokens
 from multilora_engine.sequences.beam_search import BeamSearch
 from multilora_engine.sequences.prompt_log_probs import PromptLogProbs
@@ -108,7 +108,7 @@ class NewSequences:
 
     def make(self, request: GenerationRequest) -> Sequence:
         """The sequence of a request that keeps the limits, without adapter and guide. Raises InvalidRequest."""
-        text = _text_stream(self.tokenizer, request.sampling)
+        text = _text_stream(self.tokenizer, request)
         return Sequence(
             request=request,
             arrival=next(self._arrivals),
@@ -131,9 +131,11 @@ class NewSequences:
         return BeamSearch(request.sampling, ends, self.limits.max_output_tokens(request), text.fork())
 
 
-def _text_stream(tokenizer: Tokenizer, sampling: SamplingParams) -> TextStream:
+def _text_stream(tokenizer: Tokenizer, request: GenerationRequest) -> TextStream:
+    sampling = request.sampling
+    is_start = bool(request.source_token_ids) and not any(map(tokenizer.token_bytes, request.prompt_token_ids))
     return TextStream(
-        tokenizer, sampling.stop_words, sampling.stop_token_sequences, sampling.include_stop_str_in_output
+        tokenizer, sampling.stop_words, sampling.stop_token_sequences, sampling.include_stop_str_in_output, is_start
     )
 
 

@@ -230,8 +230,9 @@ def _expand(
                 lora_path=call.lora_paths[batch_index],
                 lora_expected_digest=call.lora_expected_digests[batch_index],
                 lora_session=call.lora_sessions[batch_index],
+                source_token_ids=call.sources[batch_index],
             )
-            num_tokens += len(prompt) + sampling.max_tokens
+            num_tokens += len(call.sources[batch_index]) + len(prompt) + sampling.max_tokens
             requests.append(request)
             rows[request.request_id] = ReplyRow(
                 batch_index,
@@ -243,6 +244,7 @@ def _expand(
                 returns_top_log_probs=sampling.num_top_log_probs > 0,
                 returns_generation_logits=sampling.return_generation_logits,
                 vocab_size=call.vocab_size,
+                num_context_tokens=len(prompt),
                 token_bytes=tokenizer.token_bytes if sampling.return_log_probs else None,
                 prompt=_told_prompt(prompt, sampling, tokenizer),
             )
@@ -265,11 +267,17 @@ def _sampling_of(sampling: SamplingParams, sequence_index: int) -> SamplingParam
 def transcripts_of(
     call: GenerateCall, rows: Mapping[str, ReplyRow], responder: Responder, tokenizer: Tokenizer
 ) -> dict[str, Transcript]:
-    """The transcripts by the engine's request ids; they start with the prompt unless it is left out."""
+    """The transcripts by the engine's request ids; they start with the prompt unless it is left out.
+
+    Of a model with an encoder that is the beginning of the decoder's text, and never the source.
+    """
     num_beams = call.num_sequences if call.is_search else 0
     if call.excludes_input:
         return {request_id: Transcript(row, num_beams=num_beams) for request_id, row in rows.items()}
-    texts = [tokenizer.decode(prompt) if responder.wants_text else "" for prompt in call.prompts]
+    texts = [
+        tokenizer.decode(prompt, is_start=bool(source)) if responder.wants_text else ""
+        for prompt, source in zip(call.prompts, call.sources, strict=True)
+    ]
     return {
         request_id: Transcript(row, list(call.prompts[row.batch_index]), texts[row.batch_index], num_beams=num_beams)
         for request_id, row in rows.items()

@@ -24,6 +24,7 @@ from multilora_engine.serving.front import EngineLink, give_back_free_memory
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.ordered_jobs import LONG_JOB_THREADS, LONG_REQUEST_BYTES, MANY_BYTES, OrderedJobs
 from multilora_engine.serving.token_lists import (
+    encode_beginning,
     encode_messages,
     encode_text,
     read_word_biases,
@@ -115,30 +116,27 @@ def preprocess(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> 
 
     REQUEST_OUTPUT_LEN passes through; OUT_END_ID and OUT_PAD_ID
     default to the tokenizer's. BAD_WORDS_IDS and STOP_WORDS_IDS are [rows, 2, n] and EMBEDDING_BIAS is [rows, n], all
-    with n 0 where there are no words. DECODER_INPUT_ID is one pad token a row, as upstream's for models without an
-    encoder: an empty tensor that goes through an HTTP client comes back as FP64. Raises InvalidRequest, and Unsupported
-    for inputs that this server has no use for.
+    with n 0 where there are no words. DECODER_INPUT_ID is the beginning of the answer that a request to a model with an
+    encoder gives, and otherwise one pad token a row, as upstream's: an empty tensor that goes through an HTTP client
+    comes back as FP64. Raises InvalidRequest, and Unsupported for inputs that this server has no use for.
     """
-    refuse_unsupported(inputs)
+    refuse_unsupported(inputs, info.source is not None)
     prompts = _read_prompts(inputs, info, tokenizer)
     end_id = next(iter(info.end_token_ids), -1) if tokenizer.eos_id is None else tokenizer.eos_id
     pad_id = end_id if tokenizer.pad_id is None else tokenizer.pad_id
-    lengths = [len(prompt) for prompt in prompts]
-    input_ids = np.full((len(prompts), max(lengths)), max(pad_id, 0), np.int32)
-    for row, prompt in zip(input_ids, prompts, strict=True):
-        row[: len(prompt)] = prompt
     rows = range(len(prompts))
-    pad_ids = _column([_default(inputs.scalar("PAD_ID", row), pad_id) for row in rows])
+    pad_ids = [_default(inputs.scalar("PAD_ID", row), pad_id) for row in rows]
+    beginnings = _read_beginnings(inputs, pad_ids, info, tokenizer)
     arrays: dict[str, NDArray[Any]] = {
-        "INPUT_ID": input_ids,
-        "REQUEST_INPUT_LEN": _column(lengths),
+        "INPUT_ID": _rows(prompts, max(pad_id, 0)),
+        "REQUEST_INPUT_LEN": _column([len(prompt) for prompt in prompts]),
         "BAD_WORDS_IDS": _tokenize_words(inputs, "BAD_WORDS_DICT", len(prompts), info, tokenizer),
         "STOP_WORDS_IDS": _tokenize_words(inputs, "STOP_WORDS_DICT", len(prompts), info, tokenizer),
         "EMBEDDING_BIAS": _embedding_bias(inputs, len(prompts), info, tokenizer),
         "OUT_END_ID": _column([_default(inputs.scalar("END_ID", row), end_id) for row in rows]),
-        "OUT_PAD_ID": pad_ids,
-        "DECODER_INPUT_ID": pad_ids,
-        "REQUEST_DECODER_INPUT_LEN": _column([1] * len(prompts)),
+        "OUT_PAD_ID": _column(pad_ids),
+        "DECODER_INPUT_ID": _rows(beginnings, max(pad_id, 0)),
+        "REQUEST_DECODER_INPUT_LEN": _column([len(beginning) for beginning in beginnings]),
         "OUT_PROMPT_TABLE_EXTRA_IDS": np.empty((len(prompts), 0), np.uint64),
     }
     if "REQUEST_OUTPUT_LEN" in inputs:
@@ -158,6 +156,27 @@ def _read_prompts(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) 
     if present == ["QUERY"]:
         return [encode_text(inputs.text("QUERY", row) or "", tokenizer, info, adds_special[row]) for row in rows]
     return [encode_messages(inputs.text("MESSAGES", row) or "", tokenizer, info, adds_special[row]) for row in rows]
+
+
+def _read_beginnings(
+    inputs: InputTensors, pad_ids: list[int], info: EngineInfo, tokenizer: Tokenizer
+) -> list[list[int]]:
+    """The tokens of DECODER_QUERY, of each row; one pad token where there is no text, which means that."""
+    if info.source is not None:
+        pad_ids = [info.source.pad_token_id] * len(pad_ids)
+    texts = [inputs.text("DECODER_QUERY", row) or "" for row in range(len(pad_ids))]
+    return [
+        (encode_beginning("DECODER_QUERY", text, tokenizer, info) if text else []) or [pad_id]
+        for text, pad_id in zip(texts, pad_ids, strict=True)
+    ]
+
+
+def _rows(rows: list[list[int]], fill: int) -> NDArray[np.int32]:
+    """[rows, longest row], filled up."""
+    array = np.full((len(rows), max(map(len, rows))), fill, np.int32)
+    for target, row in zip(array, rows, strict=True):
+        target[: len(row)] = row
+    return array
 
 
 def _tokenize_words(
@@ -189,13 +208,13 @@ class PostprocessingModel(ImmediateModel):
 
     def answer(self, inputs: InputTensors, link: EngineLink) -> dict[str, NDArray[Any]]:
         # Without a batch dimension, as upstream has it: its clients decode the elements of the first one.
-        return {"OUTPUT": decode(inputs, link.describe()[1]).reshape(-1)}
+        return {"OUTPUT": decode(inputs, *link.describe()).reshape(-1)}
 
 
-def decode(inputs: InputTensors, tokenizer: Tokenizer) -> NDArray[np.object_]:
+def decode(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> NDArray[np.object_]:
     """The text of TOKENS_BATCH [rows, beams, n], each beam cut to its SEQUENCE_LENGTH [rows, beams]: [rows, beams].
 
-    Raises InvalidRequest.
+    Tokens from a decoder's start token on are a text that continues no other. Raises InvalidRequest.
     """
     tokens, lengths = inputs.array("TOKENS_BATCH"), inputs.array("SEQUENCE_LENGTH")
     if (
@@ -209,5 +228,7 @@ def decode(inputs: InputTensors, tokenizer: Tokenizer) -> NDArray[np.object_]:
         )
     texts = np.empty(lengths.shape, np.object_)
     for index in np.ndindex(*lengths.shape):
-        texts[index] = tokenizer.decode(tokens[index][: lengths[index]].tolist()).encode()
+        token_ids = tokens[index][: lengths[index]].tolist()
+        is_start = info.source is not None and token_ids[:1] == [info.source.decoder_start_token_id]
+        texts[index] = tokenizer.decode(token_ids, is_start).encode()
     return texts

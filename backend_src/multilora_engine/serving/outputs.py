@@ -115,8 +115,10 @@ class RowAnswer(msgspec.Struct, frozen=True):
 
 class ReplyRow(msgspec.Struct, frozen=True):
     """Which row of its request an engine request is, which of the row's sequences, the adapter it asked for, and the
-    other values it wants. token_bytes: the spelling of tokens, for a request that wants it. prompt: its prompt, for a
-    request that wants the log-probs of its tokens.
+    other values it wants.
+
+    num_context_tokens: rows of the context logits. token_bytes: the spelling of tokens, for a request that wants it.
+    prompt: the request's prompt, for a request that wants the log-probs of its tokens.
     """
 
     batch_index: int = 0
@@ -128,6 +130,7 @@ class ReplyRow(msgspec.Struct, frozen=True):
     returns_top_log_probs: bool = False
     returns_generation_logits: bool = False
     vocab_size: int = 0
+    num_context_tokens: int = 0
     token_bytes: Callable[[int], bytes] | None = None
     prompt: PromptTokens | None = None
 

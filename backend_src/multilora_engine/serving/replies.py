@@ -156,7 +156,7 @@ class StreamReply(Reply):
         row, num_told = self._rows[output.request_id], self._num_told[output.request_id]
         if output.context_logits:
             if output.request_id not in self._prompt_logits:
-                self._prompt_logits[output.request_id] = PromptLogits(output.num_prompt_tokens, row.vocab_size)
+                self._prompt_logits[output.request_id] = PromptLogits(row.num_context_tokens, row.vocab_size)
             self._prompt_logits[output.request_id].append(output.context_logits)
         if output.is_of_prompt:
             return
@@ -198,7 +198,7 @@ class Transcript:
         self.log_probs += output.log_probs
         self.generation_logits.append(output.generation_logits)
         if output.context_logits:
-            self.prompt_logits = self.prompt_logits or PromptLogits(output.num_prompt_tokens, self.row.vocab_size)
+            self.prompt_logits = self.prompt_logits or PromptLogits(self.row.num_context_tokens, self.row.vocab_size)
             self.prompt_logits.append(output.context_logits)
         self.prompt_log_probs = self.prompt_log_probs or output.prompt_log_probs
         self.last = output

@@ -28,6 +28,7 @@ from multilora_engine.serving.sent_adapter import (
     read_task_id,
 )
 from multilora_engine.serving.token_lists import (
+    encode_beginning,
     encode_messages,
     encode_text,
     read_bad_sequences,
@@ -44,6 +45,8 @@ from multilora_engine.text.tokenizer import Tokenizer
 class GenerateCall:
     """One prompt a row, all answered together, each by `num_sequences` answers: drawn, or the best of its beams.
 
+    sources: of each row, the tokens that the encoder reads; empty for a model without one. With an encoder the prompt
+    is the beginning of the decoder's text.
     lora_names: of each row, empty without one; the task id that goes with it is in `lora_task_ids`. lora_starts: the
     positions from which on their adapters compute, None without one.
     lora_sets: of each row, the members of a set; empty for any other adapter.
@@ -54,6 +57,7 @@ class GenerateCall:
     """
 
     prompts: list[list[int]]
+    sources: list[list[int]]
     num_sequences: int
     sampling: list[SamplingParams]
     lora_task_ids: list[int | None]
@@ -108,7 +112,7 @@ def is_stop(inputs: InputTensors) -> bool:
 
 def read_call(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> GenerateCall | UploadCall:
     """Raises InvalidRequest or Unsupported. Only a `SentAdapter` keeps memory of the request."""
-    refuse_unsupported(inputs)
+    refuse_unsupported(inputs, info.source is not None)
     check_adapter_tensors(inputs)
     if has_weights(inputs) and not inputs.present(*_PROMPTS, *MAX_TOKENS):
         if "lora_start" in inputs:
@@ -122,13 +126,16 @@ def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer)
     rows = range(inputs.num_rows(_prompt_name(inputs)))
     sampling = [read_sampling(inputs, row, info, tokenizer) for row in rows]
     is_streaming = inputs.common("streaming", default=False)
+    texts = [
+        _truncated(_read_prompt(inputs, row, info, tokenizer), inputs, row, sampling[row].max_tokens, info)
+        for row in rows
+    ]
+    beginnings = [] if info.source is None else [_read_beginning(inputs, row, info, tokenizer) for row in rows]
     return GenerateCall(
         sampling=sampling,
         num_sequences=_read_num_sequences(inputs, _beam_width(sampling, is_streaming)),
-        prompts=[
-            _truncated(_read_prompt(inputs, row, info, tokenizer), inputs, row, sampling[row].max_tokens, info)
-            for row in rows
-        ],
+        prompts=beginnings or texts,
+        sources=texts if beginnings else [[] for _ in rows],
         lora_task_ids=[read_task_id(inputs, row) for row in rows],
         lora_names=[inputs.text("lora_name", row) or "" for row in rows],
         lora_starts=[inputs.scalar("lora_start", row) for row in rows],
@@ -163,15 +170,7 @@ def _read_prompt(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: To
         return encode_messages(messages, tokenizer, info, bool(asked))
     if asked is not None:
         raise InvalidRequest("add_special_tokens goes with text_input or messages: input_ids are tokens already")
-    return _read_input_ids(inputs, row)
-
-
-def _read_input_ids(inputs: InputTensors, row: int) -> list[int]:
-    token_ids: list[int] = inputs.vector("input_ids", row) or []
-    length = inputs.scalar("input_lengths", row)
-    if length is not None and not 0 <= length <= len(token_ids):
-        raise InvalidRequest(f"input_lengths is {length}, expected 0 .. {len(token_ids)}, the width of input_ids")
-    token_ids = token_ids[:length]
+    token_ids = _read_ids(inputs, "input_ids", "input_lengths", row)
     if not token_ids:
         raise InvalidRequest("empty prompt: input_ids holds no tokens")
     return token_ids
@@ -187,14 +186,47 @@ def _read_session(inputs: InputTensors, row: int) -> str:
     return session
 
 
+def _read_ids(inputs: InputTensors, name: str, name_of_length: str, row: int) -> list[int]:
+    """The token ids of a row, without those that fill it up."""
+    token_ids: list[int] = inputs.vector(name, row) or []
+    length = inputs.scalar(name_of_length, row)
+    if length is not None and not 0 <= length <= len(token_ids):
+        raise InvalidRequest(f"{name_of_length} is {length}, expected 0 .. {len(token_ids)}, the width of {name}")
+    return token_ids[:length]
+
+
+def _read_beginning(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of the decoder before its answer, for a model with an encoder.
+
+    A single pad token is upstream's sign that nothing was given.
+    """
+    assert info.source is not None, "the model has an encoder"
+    token_ids: list[int] = []
+    if "decoder_input_ids" in inputs:
+        token_ids = _read_ids(inputs, "decoder_input_ids", "decoder_input_lengths", row)
+        if token_ids in ([info.source.pad_token_id], [inputs.scalar("pad_id", row)]):
+            token_ids = []
+    elif (inputs.scalar("decoder_input_lengths", row) or 0) > 1:
+        raise InvalidRequest("decoder_input_lengths goes with decoder_input_ids, which are missing")
+    text = encode_beginning("decoder_text_input", inputs.text("decoder_text_input", row) or "", tokenizer, info)
+    if token_ids and text:
+        raise InvalidRequest("decoder_input_ids and decoder_text_input both begin the answer; send one")
+    return token_ids or text or [info.source.decoder_start_token_id]
+
+
 def _truncated(prompt: list[int], inputs: InputTensors, row: int, max_tokens: int, info: EngineInfo) -> list[int]:
-    """The end of a prompt that `truncate_prompt_tokens` keeps; -1: as many as leave room for `max_tokens`."""
+    """The end of a prompt that `truncate_prompt_tokens` keeps; -1: as many as leave room for `max_tokens`.
+
+    Of a source no more than the encoder takes, whatever the length of the answer.
+    """
     num_tokens = in_range(inputs, "truncate_prompt_tokens", row, -1, math.inf)
     if num_tokens is None:
         return prompt
     if num_tokens == 0:
         raise InvalidRequest("truncate_prompt_tokens is 0, expected -1 (as many as there is room for) or a number > 0")
-    if num_tokens == -1 and (num_tokens := info.max_model_len - max_tokens) < 1:
+    if num_tokens == -1 and info.source is not None:
+        num_tokens = info.source.max_tokens or len(prompt)
+    elif num_tokens == -1 and (num_tokens := info.max_model_len - max_tokens) < 1:
         raise InvalidRequest(
             f"truncate_prompt_tokens is -1, and max_tokens {max_tokens} leaves no room for a prompt: max_model_len is "
             f"{info.max_model_len}"
@@ -248,7 +280,7 @@ def check_call(call: GenerateCall, info: EngineInfo, can_stream: bool = False) -
     limits, width = info.limits, call.sampling[0].beam_width
     num_sequences = len(call.prompts) * (width if call.is_search else call.num_sequences)
     _check("sequences", num_sequences, limits.max_sequences_per_request)
-    num_prompt_tokens = sum(map(len, call.prompts)) * call.requests_per_row
+    num_prompt_tokens = sum(map(len, [*call.prompts, *call.sources])) * call.requests_per_row
     _check("prompt tokens", num_prompt_tokens, limits.max_prompt_tokens_per_request)
     _check("prompt log-probs", _num_prompt_log_probs(call), limits.max_prompt_log_probs_per_request)
     _check("stop words and bad words", _total(call, _num_words), limits.max_words_per_request)

@@ -32,6 +32,18 @@ def encode_text(text: str, tokenizer: Tokenizer, info: EngineInfo, add_special_t
     return token_ids
 
 
+def encode_beginning(name: str, text: str, tokenizer: Tokenizer, info: EngineInfo) -> list[int]:
+    """Token ids of a text that begins an answer: those that the decoder starts with, then the text's; [] for none.
+
+    name: of the input. The tokenizer adds no special tokens: T5's would end the answer. Raises InvalidRequest for a
+    text that is too long.
+    """
+    assert info.source is not None, "the model has an encoder"
+    check_prompt_bytes(name, len(text.encode()), info)
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    return [info.source.decoder_start_token_id, *token_ids] if token_ids else []
+
+
 class _Chat(msgspec.Struct, forbid_unknown_fields=True):
     """A chat with the tools that the model may ask for, in the form that its template expects.
 
@@ -52,8 +64,11 @@ def encode_messages(text: str, tokenizer: Tokenizer, info: EngineInfo, add_speci
     text: a JSON list of objects with `role` and `content`, or an object with such `messages` and with any of `tools`,
         `chat_template_kwargs`, `add_generation_prompt` and `continue_final_message`.
     add_special_tokens: whether the tokenizer adds its special tokens to the special tokens that the template writes.
-    Raises InvalidRequest for anything else, for texts that are too long, and for chats that the template refuses.
+    Raises InvalidRequest for anything else, for texts that are too long, for chats that the template refuses, and from
+    a model with an encoder.
     """
+    if info.source is not None:
+        raise InvalidRequest("messages: the model has an encoder, and no chats; send text_input")
     check_prompt_bytes("messages", len(text.encode()), info)
     try:
         chat = msgspec.json.decode(text, type=list[dict[str, Any]] | _Chat)

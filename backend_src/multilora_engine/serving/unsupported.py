@@ -16,6 +16,8 @@ from multilora_engine.serving.inputs import ENSEMBLE_NAMES, InputTensors
 from multilora_wire.headers import CLIENT_HEADER, KEY_HEADER
 
 _ENCODER = "encoder-decoder models"
+_FEATURES = "models whose encoders take features"
+_CROSS_MASKS = "masks of cross attention"
 _PROMPT_TABLE = "prompt tables"
 _IMAGES = "images or videos"
 _DRAFT = "speculative decoding"
@@ -23,8 +25,8 @@ _RETENTION = "KV cache retention priorities"
 
 UNSUPPORTED_OPTIONS: Mapping[str, str] = {
     "decoder_input_lengths": _ENCODER,
-    "encoder_output_lengths": _ENCODER,
-    "skip_cross_attn_blocks": _ENCODER,
+    "encoder_output_lengths": _FEATURES,
+    "skip_cross_attn_blocks": _CROSS_MASKS,
     "decoder_text_input": _ENCODER,
     "DECODER_QUERY": f"{_ENCODER} (it is the ensemble's decoder_text_input)",
     "prompt_vocab_size": _PROMPT_TABLE,
@@ -49,8 +51,8 @@ UNSUPPORTED_OPTIONS: Mapping[str, str] = {
 
 UNSUPPORTED_TENSORS: Mapping[str, str] = {
     "decoder_input_ids": _ENCODER,
-    "encoder_input_features": _ENCODER,
-    "cross_attention_mask": _ENCODER,
+    "encoder_input_features": _FEATURES,
+    "cross_attention_mask": _CROSS_MASKS,
     "prompt_embedding_table": _PROMPT_TABLE,
     "prompt_table_extra_ids": _PROMPT_TABLE,
     "mrope_rotary_cos_sin": _IMAGES,
@@ -75,13 +77,20 @@ UNSUPPORTED_TENSORS: Mapping[str, str] = {
 _PLACEHOLDERS = frozenset({"decoder_input_ids", "decoder_input_lengths"})
 """One token a row, and its length, ask for nothing: upstream's preprocessing gives them to every model."""
 
+OF_THE_DECODER = _PLACEHOLDERS | {"decoder_text_input", "DECODER_QUERY"}
+"""The beginning of the answer, which models with an encoder take."""
 
-def refuse_unsupported(inputs: InputTensors) -> None:
-    """Raises Unsupported, naming the tensor, when a request asks for something that this server does not do."""
-    for name in inputs.present(*UNSUPPORTED_OPTIONS):
+
+def refuse_unsupported(inputs: InputTensors, has_encoder: bool = False) -> None:
+    """Raises Unsupported, naming the tensor, when a request asks for something that this server does not do.
+
+    has_encoder: whether the model has one.
+    """
+    served = OF_THE_DECODER if has_encoder else frozenset()
+    for name in inputs.present(*UNSUPPORTED_OPTIONS.keys() - served):
         if any(value > 1 if name in _PLACEHOLDERS else value for value in inputs.array(name).flat):
             raise _refusal(name, UNSUPPORTED_OPTIONS[name])
-    for name in inputs.present(*UNSUPPORTED_TENSORS):
+    for name in inputs.present(*UNSUPPORTED_TENSORS.keys() - served):
         values = inputs.array(name)
         if values.size > (len(values) if name in _PLACEHOLDERS else 0):
             raise _refusal(name, UNSUPPORTED_TENSORS[name])

@@ -137,7 +137,7 @@ class VllmFront(GenerationFront):
         if is_streaming and sampling.n > 1:
             raise Unsupported(f"n {sampling.n} together with stream; send stream false, or n requests")
         if _prepends_prompt(inputs, is_streaming):
-            responder.prefix = prompt
+            responder.prefix = prompt if info.source is None else ""  # an answer follows no source
         responder.told = {flag for flag in _FLAGS if _scalar(inputs, flag)}
         responder.num_top = sampling.logprobs
         arrays = tensors_of(sampling, info, tokenizer)

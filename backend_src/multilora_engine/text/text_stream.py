@@ -51,7 +51,7 @@ class TextStream:
     A stop word may spell special tokens, which have no text. So the stream also looks for the words in the text with
     all special tokens written out (`SpelledText`). The stream emits only the ordinary text of such a word.
 
-    The texts of the whole stream add up to `Tokenizer.decode` of all tokens, cut at the stop.
+    The texts of the whole stream add up to `Tokenizer.decode` of all tokens, with the same `is_start`, cut at the stop.
 
     Raises InvalidRequest for an empty stop word or stop token sequence.
     """
@@ -62,7 +62,9 @@ class TextStream:
         stop_words: tuple[str, ...] = (),
         stop_token_sequences: tuple[tuple[int, ...], ...] = (),
         include_stop_str_in_output: bool = False,
+        is_start: bool = False,
     ) -> None:
+        """is_start: whether the text continues no other, and loses the space that the tokenizer puts before it."""
         if not all(stop_words):
             raise InvalidRequest(f"stop word {stop_words.index('')} is empty")
         if not all(stop_token_sequences):
@@ -76,6 +78,7 @@ class TextStream:
         self._sequence_state = ROOT
         self._can_stop = bool(stop_words or stop_token_sequences)
         self._includes_stop = include_stop_str_in_output
+        self._is_start = is_start
         self._token_starts: deque[int] = deque(maxlen=max(map(len, stop_token_sequences), default=0))
         self._held_text = ""
         self._num_emitted = 0
@@ -99,7 +102,7 @@ class TextStream:
         assert not self._is_stopped, "a token after the stop word"
         if not self._can_stop and not self._open_tokens:
             return self._push_alone(token_id)
-        return self._follow(token_id, self._tokenizer.token_bytes(token_id))
+        return self._follow(token_id, self._bytes(token_id))
 
     def end(self, token_id: int) -> TextDelta:
         """Add the token that ends the answer: it has no text, but may complete a stop. Returns all text held back."""
@@ -107,6 +110,13 @@ class TextStream:
         delta = self._follow(token_id, b"")
         rest = _NOTHING if delta.stopped else self.finish()
         return rest.after(delta, stopped=True)
+
+    def _bytes(self, token_id: int) -> bytes:
+        data = self._tokenizer.token_bytes(token_id)
+        if not self._is_start or not data:
+            return data
+        self._is_start = False
+        return self._tokenizer.first_bytes(token_id)
 
     def _follow(self, token_id: int, data: bytes) -> TextDelta:
         """The text that one more token of these bytes decides."""
@@ -122,7 +132,7 @@ class TextStream:
 
     def _push_alone(self, token_id: int) -> TextDelta:
         """`push` if nothing is held back and nothing can stop. This is the usual case, and it runs for every token."""
-        text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        text = self._utf8.decode(self._bytes(token_id))
         self._num_emitted += len(text)
         if self._utf8.getstate()[0]:
             self._open_tokens.append(token_id)

@@ -1,8 +1,9 @@
-"""`token_table`: the bytes that each token of a tokenizer stands for."""
+"""`token_table`: the bytes that each token of a tokenizer stands for; fewer where a token begins a text."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from tokenizers import Tokenizer as TokenizerBackend
@@ -18,7 +19,7 @@ def special_ids(backend: TokenizerBackend) -> list[int]:
 
 def token_table(backend: TokenizerBackend) -> list[bytes]:
     """token id -> bytes, for every id up to the largest."""
-    to_bytes = _byte_level_bytes if _is_byte_level(backend) else _sentencepiece_bytes
+    to_bytes = byte_level_bytes if _is_byte_level(backend) else _sentencepiece_bytes
     vocab = backend.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocab.values(), default=-1) + 1)
     for token, token_id in vocab.items():
@@ -26,6 +27,16 @@ def token_table(backend: TokenizerBackend) -> list[bytes]:
     for token_id in special_ids(backend):
         table[token_id] = b""
     return table
+
+
+def start_of_text(backend: TokenizerBackend) -> Callable[[bytes], bytes]:
+    """What remains of the first token of a text: without the space that the tokenizer puts before every text."""
+    for step in _decoder_steps(backend):
+        if step["type"] == "Metaspace" and step["prepend_scheme"] != "never":
+            return lambda data: data.replace(b" ", b"")
+        if step["type"] == "Strip" and step["start"]:
+            return lambda data: data.removeprefix(b" ")
+    return lambda data: data
 
 
 def _is_byte_level(backend: TokenizerBackend) -> bool:
@@ -59,7 +70,7 @@ def _sentencepiece_bytes(token: str) -> bytes:
     return token.replace(_SPACE_MARK, " ").encode()
 
 
-def _byte_level_bytes(token: str) -> bytes:
+def byte_level_bytes(token: str) -> bytes:
     """Each character stands for one byte. A token with any other character is an added token and stands for itself."""
     try:
         return token.translate(_BYTE_OF_CHARACTER).encode("latin-1")

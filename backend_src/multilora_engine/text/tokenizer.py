@@ -3,7 +3,8 @@
 The text of tokens is their bytes (`Tokenizer.token_bytes`), joined and decoded as UTF-8. Every invalid piece becomes
 U+FFFD. So the text does not depend on how a stream was cut. For byte-level tokenizers this is transformers' text.
 Sentencepiece tokenizers differ in one way: transformers drops the first space of each text that it decodes. We keep the
-space, because a continuation starts with a space whenever the model meant one.
+space of a continuation, which starts with a space whenever the model meant one, and drop that of a text of its own: of
+the decoder of a model with an encoder.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tokenizers import Encoding
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.text.chat_contents import fit_contents
 from multilora_engine.text.plain_specials import PlainSpecials
-from multilora_engine.text.token_table import special_ids, token_table
+from multilora_engine.text.token_table import special_ids, start_of_text, token_table
 from multilora_engine.text.tokenizer_files import read_tokenizer
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._bytes = token_table(self._backend)
+        self._start_of_text = start_of_text(self._backend)
         self.special_ids = frozenset(special_ids(self._backend))
 
     @property
@@ -134,6 +136,10 @@ class Tokenizer:
         """The UTF-8 bytes a token stands for, often only part of a character. Special and unknown ids have none."""
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
 
+    def first_bytes(self, token_id: int) -> bytes:
+        """`token_bytes` of the first token of a text that continues no other: without the space before each text."""
+        return self._start_of_text(self.token_bytes(token_id))
+
     def spell(self, token_id: int) -> bytes:
         """The bytes of an ordinary token, or the name of a special token."""
         return self.token_name(token_id).encode() if token_id in self.special_ids else self.token_bytes(token_id)
@@ -142,9 +148,15 @@ class Tokenizer:
         """How the vocabulary spells a token."""
         return str(self._backend.id_to_token(token_id))
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of tokens: their bytes joined, invalid UTF-8 replaced by U+FFFD."""
-        return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
+    def decode(self, token_ids: Iterable[int], is_start: bool = False) -> str:
+        """The text of tokens: their bytes joined, invalid UTF-8 replaced by U+FFFD.
+
+        is_start: whether the text continues no other.
+        """
+        texts = [data for data in map(self.token_bytes, token_ids) if data]
+        if is_start:
+            texts[:1] = map(self._start_of_text, texts[:1])
+        return b"".join(texts).decode("utf-8", "replace")
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:

@@ -14,14 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as TokenizerBackend
-from tokenizers import models
 
 from multilora_engine.errors import ConfigError
+from multilora_engine.text.token_table import byte_level_bytes
 from multilora_wire.checkpoint_directory import is_gguf
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 _IMPORTING = threading.Lock()
 
@@ -165,6 +166,8 @@ def _load_plain_chats(template: str | None, named: Mapping[str, str]) -> PreTrai
 
 def _read_by_transformers(path: Path) -> TokenizerFiles:
     tokenizer = _load_plain(path) if _is_plain(path) else _load_by_class(path)
+    if type(tokenizer).__name__ == "ByT5Tokenizer":
+        tokenizer = _of_bytes(tokenizer)
     if not isinstance(tokenizer, fast_tokenizer_class()):
         raise ConfigError(f"{path} has no fast tokenizer; add its tokenizer.json")
     return TokenizerFiles(
@@ -177,6 +180,20 @@ def _read_by_transformers(path: Path) -> TokenizerFiles:
         tokenizer.chat_template is not None,
         lambda: tokenizer,
     )
+
+
+def _of_bytes(tokenizer: ByT5Tokenizer) -> PreTrainedTokenizerFast:
+    """ByT5's tokenizer, which transformers has in Python alone: the special tokens come before the 256 bytes."""
+    added: Mapping[int, AddedToken] = tokenizer.added_tokens_decoder
+    ids = {char: tokenizer.offset + byte_level_bytes(char)[0] for char in pre_tokenizers.ByteLevel.alphabet()}
+    backend = TokenizerBackend(models.BPE({**ids, **{str(token): i for i, token in added.items()}}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([added[i] for i in sorted(added)])
+    end = (str(tokenizer.eos_token), tokenizer.eos_token_id)
+    backend.post_processor = processors.TemplateProcessing(f"$A {end[0]}", f"$A {end[0]} $B {end[0]}", [end])
+    names = {name: str(getattr(tokenizer, name)) for name in ("eos_token", "pad_token", "unk_token")}
+    return fast_tokenizer_class()(tokenizer_object=backend, chat_template=tokenizer.chat_template, **names)
 
 
 def _load_plain(path: Path) -> Any:

@@ -19,6 +19,7 @@ from support.fronts import TIMEOUT_S
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from multilora_engine.engine_info import EngineInfo, SourceFacts
 from multilora_engine.errors import InvalidRequest, Unauthenticated, Unsupported
 from multilora_engine.request import Sender
 from multilora_engine.serving.front import EngineLink
@@ -134,8 +135,8 @@ class DescribedLink:
     def rights(self, request: FakeRequest) -> Rights:
         return Rights(Sender(), min_priority=0)
 
-    def describe(self) -> tuple[None, Tokenizer]:
-        return None, self.tokenizer
+    def describe(self) -> tuple[EngineInfo, Tokenizer]:
+        return INFO, self.tokenizer
 
 
 def tokens_batch(tokenizer: Tokenizer, texts: list[list[str]]) -> tuple[np.ndarray, np.ndarray]:
@@ -151,7 +152,7 @@ def test_each_beam_of_each_row_is_decoded_to_its_own_length(tokenizer: Tokenizer
     texts = [["Grüße", "", "a b  c"], ["\n\n", "日本語", "x"]]
     tokens, lengths = tokens_batch(tokenizer, texts)
     tensors = InputTensors(FakeRequest({"TOKENS_BATCH": tokens, "SEQUENCE_LENGTH": lengths}))
-    assert [[text.decode() for text in row] for row in decode(tensors, tokenizer)] == texts
+    assert [[text.decode() for text in row] for row in decode(tensors, INFO, tokenizer)] == texts
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_each_beam_of_each_row_is_decoded_to_its_own_length(tokenizer: Tokenizer
 def test_lengths_that_do_not_fit_are_refused(tokenizer: Tokenizer, shape: tuple[int, ...], lengths: Any) -> None:
     tensors = {"TOKENS_BATCH": np.zeros(shape, np.int32), "SEQUENCE_LENGTH": np.array(lengths, np.int32)}
     with pytest.raises(InvalidRequest, match="does not fit TOKENS_BATCH"):
-        decode(InputTensors(FakeRequest(tensors)), tokenizer)
+        decode(InputTensors(FakeRequest(tensors)), INFO, tokenizer)
 
 
 def test_the_texts_of_all_rows_and_beams_have_one_dimension(tokenizer: Tokenizer) -> None:
@@ -170,8 +171,8 @@ def test_the_texts_of_all_rows_and_beams_have_one_dimension(tokenizer: Tokenizer
     assert response.arrays["OUTPUT"].tolist() == [b"a", b"b", b"c", b"d"]
 
 
-def run(tokenizer: Tokenizer, tensors: dict[str, Any]) -> dict[str, Any]:
-    arrays = preprocess(InputTensors(FakeRequest(tensors)), INFO, tokenizer)
+def run(tokenizer: Tokenizer, tensors: dict[str, Any], info: EngineInfo = INFO) -> dict[str, Any]:
+    arrays = preprocess(InputTensors(FakeRequest(tensors)), info, tokenizer)
     dtypes = {name: array.dtype for name, array in arrays.items()}
     assert (dtypes.pop("EMBEDDING_BIAS"), dtypes.pop("OUT_PROMPT_TABLE_EXTRA_IDS")) == (np.float32, np.uint64)
     assert set(dtypes.values()) == {np.dtype(np.int32)}
@@ -267,6 +268,23 @@ def test_without_words_their_outputs_are_empty_and_so_is_what_only_encoders_have
     assert arrays["BAD_WORDS_IDS"] == arrays["STOP_WORDS_IDS"] == [[[], []]]
     assert arrays["EMBEDDING_BIAS"] == [[]]
     assert (arrays["DECODER_INPUT_ID"], arrays["REQUEST_DECODER_INPUT_LEN"]) == (arrays["OUT_PAD_ID"], [[1]])
+
+
+SOURCE_INFO = dataclasses.replace(
+    INFO, source=SourceFacts(max_tokens=40, decoder_start_token_id=4, forced_first_token_id=None, pad_token_id=3)
+)
+
+
+def test_a_text_that_begins_the_answer_follows_the_decoders_start_token(tokenizer: Tokenizer) -> None:
+    tensors = {"QUERY": [["Hi"], ["Yo"], ["a"]], "DECODER_QUERY": [["Once upon a time"], [""], ["Es"]]}
+    arrays = run(tokenizer, {**tensors, "PAD_ID": [[9]] * 3}, SOURCE_INFO)
+    rows = zip(arrays["DECODER_INPUT_ID"], arrays["REQUEST_DECODER_INPUT_LEN"], strict=True)
+    long, short = ([4, *tokenizer.encode(text, add_special_tokens=False)] for text in ("Once upon a time", "Es"))
+    assert [row[:length] for row, [length] in rows] == [long, [3], short]
+    # The model's own pad token means that nothing is given, whatever the tokenizer's or the request's is.
+    assert run(tokenizer, {"QUERY": [["Hi"]]}, SOURCE_INFO)["DECODER_INPUT_ID"] == [[3]]
+    with pytest.raises(InvalidRequest, match="no chats"):
+        run(tokenizer, {"MESSAGES": [["[]"]]}, SOURCE_INFO)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_nothing_is_sent_before_it_is_flushed_and_then_in_order() -> None:
 
 def test_a_reply_knows_the_size_of_its_logits_until_they_are_sent() -> None:
     responder = Responder(FakeRequest({}, output_names=("output_ids", "context_logits")))
-    reply = StreamReply(responder, {"a": ReplyRow(vocab_size=512)}, pad_id=0)
+    reply = StreamReply(responder, {"a": ReplyRow(vocab_size=512, num_context_tokens=2)}, pad_id=0)
     reply.on_output(token("a", 1))
     num_bytes_of_token = reply.unsent_bytes
     reply.flush()
@@ -181,7 +181,8 @@ def test_a_stop_is_answered_by_a_response_without_tensors() -> None:
 def test_logits_of_the_prompt_come_once_and_those_of_the_answer_with_its_tokens(kind: type[Reply]) -> None:
     names = ("context_logits", "generation_logits", "top_log_prob_ids")
     request = FakeRequest({}, output_names=names)
-    row = ReplyRow(returns_log_probs=True, returns_top_log_probs=True, returns_generation_logits=True, vocab_size=2)
+    wanted = {f"returns_{name}": True for name in ("log_probs", "top_log_probs", "generation_logits")}
+    row = ReplyRow(**wanted, vocab_size=2, num_context_tokens=3)
     reply = kind(Responder(request), {"a": row if kind is StreamReply else Transcript(row, [7], "prompt")}, 0)
     logits = np.arange(8, dtype=np.float32).reshape(4, 2)
     tops = [TokenLogProb(-0.5, ((token_id, -0.5),)) for token_id in range(3)]

@@ -13,6 +13,7 @@ from support.adapters import TINY, wire_adapter
 from support.fake_engine import INFO
 from support.fake_triton import FakeRequest
 
+from multilora_engine.engine_info import SourceFacts
 from multilora_engine.errors import InvalidRequest, RequestError, Unsupported
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.names import SetMember, set_task_id
@@ -446,6 +447,7 @@ def call(num_rows: int = 1, prompt_tokens: int = 1, num_sequences: int = 1, **sa
 def rows(sampling: list[SamplingParams], prompt_tokens: int = 1, num_sequences: int = 1) -> GenerateCall:
     return GenerateCall(
         prompts=[[5] * prompt_tokens] * len(sampling),
+        sources=[[]] * len(sampling),
         num_sequences=num_sequences,
         sampling=sampling,
         lora_task_ids=[None] * len(sampling),
@@ -531,3 +533,109 @@ def test_logits_are_of_the_prompt_and_of_as_many_tokens_as_there_is_room_for() -
     assert logits_bytes(call(1, 60, 3, return_generation_logits=True), INFO) == 4 * 3 * row_bytes
     assert logits_bytes(call(1, 62, 1, return_generation_logits=True), INFO) == 2 * row_bytes
     assert logits_bytes(call(1, 62), INFO) == 0
+
+
+BART = SourceFacts(max_tokens=40, decoder_start_token_id=2, forced_first_token_id=None, pad_token_id=1)
+SOURCE_INFO = dataclasses.replace(INFO, source=BART)
+
+
+def beginning(*rows: list[int], **more: Any) -> dict[str, Any]:
+    return prompt(decoder_input_ids=[*rows], **more)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, [2]),
+        ({"decoder_input_ids": [[1]]}, [2]),
+        ({"decoder_input_ids": [[1]], "decoder_input_lengths": [[1]]}, [2]),
+        ({"decoder_input_ids": [[77]], "pad_id": [[77]]}, [2]),
+        ({"decoder_input_ids": np.zeros((1, 0), np.int32)}, [2]),
+        ({"decoder_input_ids": [[8, 9]], "decoder_input_lengths": [[0]]}, [2]),
+        ({"decoder_input_ids": [[77]]}, [77]),
+        ({"decoder_input_ids": [[2]]}, [2]),
+        ({"decoder_input_ids": [[1, 1]]}, [1, 1]),
+        ({"decoder_input_ids": [[2, 8, 9, 3]]}, [2, 8, 9, 3]),
+        ({"decoder_input_ids": [[2, 8, 1, 1]], "decoder_input_lengths": [[2]]}, [2, 8]),
+        ({"decoder_input_ids": [[8, 1, 1]], "decoder_input_lengths": [[1]]}, [8]),
+        ({"decoder_text_input": [[""]]}, [2]),
+        ({"decoder_text_input": [[""]], "decoder_input_ids": [[7, 8]]}, [7, 8]),
+    ],
+)
+def test_an_encoder_reads_the_prompt_and_the_answer_has_a_beginning_of_its_own(
+    read: Any, more: dict[str, Any], expected: list[int]
+) -> None:
+    call = read(prompt(**more), SOURCE_INFO)
+    assert (call.sources, call.prompts) == ([[5, 6, 7]], [expected])
+
+
+def test_the_text_of_a_beginning_follows_the_start_token_and_gets_no_special_tokens(
+    read: Any, tokenizer: Tokenizer
+) -> None:
+    tensors = without(prompt(), "input_ids") | {"text_input": [["a source"], ["b"]], "max_tokens": [[9], [9]]}
+    call = read(tensors | {"decoder_text_input": [["Es war"], [""]], "decoder_input_ids": [[1], [1]]}, SOURCE_INFO)
+    assert call.sources == [tokenizer.encode(text, add_special_tokens=True) for text in ("a source", "b")]
+    assert call.prompts == [[2, *tokenizer.encode("Es war", add_special_tokens=False)], [2]]
+
+
+def test_rows_of_a_batch_have_beginnings_of_their_own_lengths(read: Any) -> None:
+    tensors = {"input_ids": [[5, 6], [7, 0], [8, 9]], "input_lengths": [[2], [1], [2]], "max_tokens": [[4]] * 3}
+    tensors |= {"decoder_input_ids": [[2, 6, 7], [2, 0, 0], [1, 0, 0]], "decoder_input_lengths": [[3], [1], [1]]}
+    call = read(tensors, SOURCE_INFO)
+    assert (call.sources, call.prompts) == ([[5, 6], [7], [8, 9]], [[2, 6, 7], [2], [2]])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {"decoder_input_ids": [[5, 6]], "decoder_input_lengths": [[3]]},
+            "decoder_input_lengths is 3, expected 0 .. 2",
+        ),
+        ({"decoder_input_ids": [[5, 6]], "decoder_input_lengths": [[-1]]}, "decoder_input_lengths is -1"),
+        ({"decoder_input_lengths": [[2]]}, "decoder_input_lengths goes with decoder_input_ids"),
+        ({"decoder_input_ids": [[5, 6]], "decoder_text_input": [["x"]]}, "both begin the answer"),
+        ({"decoder_input_ids": [[[5, 6]]]}, "decoder_input_ids has shape"),
+        ({"decoder_text_input": [["x" * 10_001]]}, "decoder_text_input has 10001 bytes"),
+        ({"decoder_text_input": np.array([[b"\xff"]], object)}, "decoder_text_input is not valid UTF-8"),
+    ],
+)
+def test_beginnings_that_cannot_be_meant_are_refused_by_name(read: Any, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        read(prompt(**more), SOURCE_INFO)
+
+
+@pytest.mark.parametrize("name", ["decoder_input_ids", "decoder_input_lengths", "decoder_text_input"])
+def test_a_model_without_an_encoder_takes_no_beginning_of_the_answer(read: Any, name: str) -> None:
+    values = {"decoder_input_ids": [[5, 6]], "decoder_input_lengths": [[2]], "decoder_text_input": [["x"]]}
+    with pytest.raises(Unsupported, match=f"^{name}: this server has no encoder-decoder models"):
+        read(prompt(**{name: values[name]}))
+    call = read(prompt(decoder_input_ids=[[1]], decoder_input_lengths=[[1]], decoder_text_input=[[""]]))
+    assert (call.sources, call.prompts) == ([[]], [[5, 6, 7]])
+
+
+@pytest.mark.parametrize(
+    "name", ["encoder_input_features", "encoder_output_lengths", "cross_attention_mask", "skip_cross_attn_blocks"]
+)
+def test_an_encoder_takes_no_features_and_no_masks(read: Any, name: str) -> None:
+    values = {"encoder_input_features": [[[0.5]]], "cross_attention_mask": [[[True]]]}
+    with pytest.raises(Unsupported, match=f"^{name}: this server has no (models whose|masks of)"):
+        read(prompt(**{name: values.get(name, [[1]])}), SOURCE_INFO)
+
+
+def test_a_model_with_an_encoder_has_no_chats(read: Any) -> None:
+    tensors = without(prompt(messages=[['[{"role": "user", "content": "x"}]']]), "input_ids")
+    with pytest.raises(InvalidRequest, match=r"^messages: the model has an encoder, and no chats; send text_input"):
+        read(tensors, SOURCE_INFO)
+
+
+def test_a_source_is_cut_to_what_the_encoder_takes(read: Any) -> None:
+    tensors = prompt(input_ids=[[*range(50)]], max_tokens=[[500]], truncate_prompt_tokens=[[-1]])
+    assert read(tensors, SOURCE_INFO).sources == [[*range(10, 50)]]
+    assert read(tensors | {"truncate_prompt_tokens": [[3]]}, SOURCE_INFO).sources == [[47, 48, 49]]
+
+
+def test_tokens_of_sources_count_as_prompt_tokens() -> None:
+    check_call(replace(call(2), sources=[[5] * 127] * 2), INFO)
+    with pytest.raises(InvalidRequest, match="258 prompt tokens in all; a request may have 256"):
+        check_call(replace(call(2), sources=[[5] * 128] * 2), INFO)

@@ -5,15 +5,26 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.encoder_decoders import save_t5_tokenizer
 from support.text_streams import joined, stream, tokens
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as TokenizerBackend
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    BartConfig,
+    ByT5Tokenizer,
+    MBartConfig,
+    MBartTokenizer,
+    PreTrainedTokenizerFast,
+    RobertaTokenizer,
+    T5Config,
+)
 
 from multilora_engine.errors import ConfigError, InvalidRequest
 from multilora_engine.text.tokenizer import Tokenizer
@@ -393,3 +404,75 @@ def test_the_text_of_a_prompt_does_not_depend_on_a_stored_truncation(tmp_path: P
     content["truncation"] = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
     (path / "tokenizer.json").write_text(json.dumps(content))
     assert Tokenizer(path).encode("a b a b a", add_special_tokens=True) == [0, 1, 0, 1, 0]
+
+
+def save_seq2seq_tokenizer(path: Path, kind: str) -> Path:
+    """The tokenizer of an encoder-decoder model, beside its config.json."""
+    path.mkdir(exist_ok=True)
+    if kind == "t5":
+        save_t5_tokenizer(path)
+        T5Config().save_pretrained(path)
+    elif kind == "byt5":
+        ByT5Tokenizer(extra_ids=9).save_pretrained(path)
+        T5Config().save_pretrained(path)
+    elif kind == "bart":
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokens = ["<s>", "<pad>", "</s>", "<unk>", *alphabet, "<mask>", "th", "the", "\u0120th", "\u0120the"]
+        merges = [("t", "h"), ("th", "e"), ("\u0120", "th"), ("\u0120th", "e")]
+        RobertaTokenizer({token: i for i, token in enumerate(tokens)}, merges).save_pretrained(path)
+        BartConfig().save_pretrained(path)
+    else:
+        specials = ("<s>", "<pad>", "</s>", "<unk>")
+        pieces = [(token, 0.0) for token in specials] + [(char, -3.0) for char in "\u2581abcdefghijklmnopqrstuvwxyz,."]
+        MBartTokenizer(vocab=[*pieces, ("\u2581the", -4.0)], src_lang="en_XX", tgt_lang="de_DE").save_pretrained(path)
+        MBartConfig().save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["t5", "byt5", "bart", "mbart"])
+class TestEncoderDecoders:
+    """Sources in, and whole texts of the decoder out, as transformers has them."""
+
+    @pytest.fixture
+    def both(self, tmp_path: Path, kind: str) -> tuple[Tokenizer, Any]:
+        path = save_seq2seq_tokenizer(tmp_path, kind)
+        return Tokenizer(path), AutoTokenizer.from_pretrained(path)
+
+    def test_sources_have_the_special_tokens_of_the_family(self, both: tuple[Tokenizer, Any], kind: str) -> None:
+        actual, expected = both
+        assert (actual.eos_id, actual.pad_id) == (expected.eos_token_id, expected.pad_token_id)
+        assert expected("the end").input_ids[-1] == (
+            expected.convert_tokens_to_ids("en_XX") if kind == "mbart" else actual.eos_id
+        )
+        for text in ("the end", " a  b", "", "x</s> <pad> y", "<extra_id_1>,", *TEXTS):
+            for adds_special in (True, False):
+                assert actual.encode(text, adds_special) == expected.encode(text, add_special_tokens=adds_special), text
+
+    def test_a_text_of_the_decoder_is_the_one_of_transformers_whole_and_in_pieces(
+        self, both: tuple[Tokenizer, Any], kind: str
+    ) -> None:
+        actual, expected = both
+        random = Random(kind)
+        ordinary = [i for i in range(actual.vocab_size) if actual.token_bytes(i)]
+        if kind == "byt5":  # transformers leaves out what is no text
+            ordinary = [i for i in ordinary if actual.token_bytes(i) < b"\x80"]
+        space = actual.encode("a", False)[:1]
+        for start in (
+            [],
+            space,
+            [actual.eos_id],
+            [actual.pad_id, *space * 2],
+            [*sorted(actual.special_ids)[:2], *space],
+        ):
+            for _ in range(8):
+                token_ids = [*start, *random.choices(ordinary, k=6)]
+                whole = hf_decode(expected, token_ids)
+                assert actual.decode(token_ids, is_start=True) == whole
+                assert joined(stream(actual, token_ids, is_start=True)) == whole
+                # A stop word must not find the space that is not there.
+                stopped = joined(stream(actual, token_ids, stop_words=(" \u2603", "\u2603"), is_start=True))
+                assert stopped == whole
+                # What goes on keeps its space.
+                beginning, rest = token_ids[:3], token_ids[3:]
+                if actual.decode(beginning):
+                    assert actual.decode(beginning, is_start=True) + joined(stream(actual, rest)) == whole
