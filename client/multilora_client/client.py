@@ -35,6 +35,7 @@ from multilora_client.operations import (
     parse_events,
     parse_layout,
     parse_model,
+    parse_names,
     parse_report,
     parse_sites,
     which_adapter,
@@ -225,6 +226,10 @@ class Client:
         """Let a pinned adapter be evicted again; which one: see unload_adapter. Raises NotFound, AdapterConflict."""
         fields = which_adapter(adapter, tenant, expected_digest)
         return parse_adapter(self._transport.infer(operation_request("unpin", fields)))
+
+    def list_names(self) -> list[str]:
+        """The names of the server's adapters and aliases, by which a request may choose."""
+        return parse_names(self._transport.infer(operation_request("list")))
 
     def list_aliases(self) -> list[Alias]:
         """Every alias of the server, by owner and name."""
@@ -418,6 +423,10 @@ class AsyncClient:
         """Let a pinned adapter be evicted again; which one: see unload_adapter. Raises NotFound, AdapterConflict."""
         fields = which_adapter(adapter, tenant, expected_digest)
         return parse_adapter(await self._transport.infer(operation_request("unpin", fields)))
+
+    async def list_names(self) -> list[str]:
+        """The names of the server's adapters and aliases, by which a request may choose."""
+        return parse_names(await self._transport.infer(operation_request("list")))
 
     async def list_aliases(self) -> list[Alias]:
         """Every alias of the server, by owner and name."""

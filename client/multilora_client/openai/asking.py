@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Inquiry:
-    """Questions to one model under one request id.
+    """Questions to one model under one request id. One member of an alias answers them all.
 
     request_id: unique. If there are several questions, each adds its number to it. traceparent: None for no trace.
     on_behalf_of: the caller, for the server; empty where it is not told.
@@ -66,15 +66,18 @@ class Inquiry:
 
     def _identified(self, questions: Sequence[Question]) -> list[Question]:
         return [
-            dataclasses.replace(question, options=question.options | self._identity(f"-{i}" if i else ""))
+            dataclasses.replace(question, options=question.options | self._identity(question, f"-{i}" if i else ""))
             for i, question in enumerate(questions)
         ]
 
-    def _identity(self, suffix: str) -> GenerateOptions:
+    def _identity(self, question: Question, suffix: str) -> GenerateOptions:
         options = GenerateOptions(request_id=self.request_id + suffix, traceparent=self.traceparent)
         if self.on_behalf_of:
             options |= GenerateOptions(on_behalf_of=self.on_behalf_of)
-        return options if self.model.lora_name is None else options | GenerateOptions(lora_name=self.model.lora_name)
+        if self.model.lora_name is None:
+            return options | GenerateOptions(lora_session=None)
+        session = question.options.get("lora_session") or self.request_id
+        return options | GenerateOptions(lora_name=self.model.lora_name, lora_session=session)
 
 
 def traceparent_of(request: Request) -> str | None:

@@ -47,16 +47,15 @@ def _card(name: str, front: OpenaiFront, max_model_len: int | None) -> dict[str,
 
 
 async def _names_at_server(front: OpenaiFront, caller: Access) -> list[str]:
-    """The names of the server's adapters, where they are models for the caller."""
+    """The names of the server's adapters and aliases, where they are models for the caller."""
     if not caller.sees_the_server:
         return []
     try:
-        adapters = await front.client_of(caller).list_adapters()
+        return await front.client_of(caller).list_names()
     except Unavailable:
         if caller.key:
             raise
         return []  # the list tells whether the front answers, too
-    return [adapter.name for adapter in adapters if adapter.name]
 
 
 async def _max_model_len(front: OpenaiFront, caller: Access) -> int | None:

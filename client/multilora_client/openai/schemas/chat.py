@@ -165,6 +165,10 @@ class ChatRequest(Sampling):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     documents: Annotated[list[Any] | None, only([])] = None  # chat_template_kwargs takes them, too
 
+    @property
+    def session(self) -> str | None:
+        return self.lora_session or self.prompt_cache_key or self.user
+
     @model_validator(mode="after")
     def _check_effort(self) -> Self:
         asked = {self.reasoning_effort, self.reasoning and self.reasoning.effort} - {None}

@@ -153,6 +153,8 @@ class ResponsesRequest(TokenChoice):
                 "top_logprobs": self.top_logprobs if self.includes_logprobs else None,
                 "reasoning_effort": self.reasoning.effort,
                 "verbosity": self.text.verbosity,
+                "prompt_cache_key": self.prompt_cache_key,
+                "user": self.user,
             }
         )
 

@@ -40,7 +40,7 @@ class StreamOptions(Strict):
 
 class TokenChoice(Strict):
     """How the tokens of an answer are chosen, and how it ends. OpenAI's parameters first, then vLLM's, then the digest
-    that the adapter must have.
+    that the adapter must have, and the session that keeps its member of an alias.
     """
 
     temperature: float = Field(1.0, ge=0, le=2)
@@ -61,6 +61,7 @@ class TokenChoice(Strict):
     bad_words: StopWords = Field(default_factory=list)
     priority: Priority | None = None
     lora_expected_digest: Digest | None = None
+    lora_session: str | None = None
 
     def token_choice(self) -> dict[str, Any]:
         """The fields that the request has."""
@@ -159,6 +160,11 @@ class Sampling(TokenChoice):
         """The id that the client chose for the answer."""
         return self.request_id or self.rid
 
+    @property
+    def session(self) -> str | None:
+        """The session for an alias: the client's own, else OpenAI's fields that name a conversation or a user."""
+        return self.lora_session or self.user
+
     def guides(self) -> dict[str, GenerateOptions]:
         """The guides that the request's fields ask for, by the field."""
         return {
@@ -196,6 +202,7 @@ class Sampling(TokenChoice):
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             priority=self.priority,
             lora_expected_digest=self.lora_expected_digest,
+            lora_session=self.session,
         )
 
 
