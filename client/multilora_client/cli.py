@@ -295,7 +295,9 @@ def upload(
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option("--name", "--lora-name", help="For one adapter only.", show_default="the directory's name"),
+        typer.Option(
+            "--name", "--lora-name", help="For one adapter only.", show_default="the directory's or file's name"
+        ),
     ] = None,
     expected_digest: Annotated[
         str | None,
@@ -406,7 +408,7 @@ def _load_named(directory: Path, lora_task_id: int | None, lora_name: str | None
     """The adapter of a directory, and the name to send it under; None if it has only a task id."""
     _check_one_of(lora_task_id, lora_name)
     if (lora_task_id, lora_name) == (None, None):
-        folder = directory.resolve().name
+        folder = re.sub(r"\.gguf$", "", directory.resolve().name, flags=re.IGNORECASE)
         lora_name = folder if is_plain_name(folder) and not _OF_A_TRAINER.fullmatch(folder) else None
     task_id = lora_task_id if lora_name is None else task_id_of_name(lora_name)
     return load_adapter(directory, task_id), lora_name

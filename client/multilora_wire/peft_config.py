@@ -388,6 +388,8 @@ def parse_peft_config(text: bytes | memoryview, sites: ModelSites | None = None,
             f"{PEFT_CONFIG_FILE}: target_parameters is {quoted(fields['target_parameters'])}, a list of names is "
             "expected"
         )
+    if biases := [name for name in _names(fields.get("target_parameters")) if name.endswith("bias")]:
+        raise PeftError(f"{PEFT_CONFIG_FILE}: target_parameters names {shown(biases[0])}; {BIASES_ADVICE}")
     max_patterns = None if sites is None else _max_patterns(sites.num_columns)
     patterns = (tuple(_compiled(fields, field, max_patterns, trusts)) for field in ("rank_pattern", "alpha_pattern"))
     return PeftConfig(fields, *patterns)

@@ -172,6 +172,19 @@ def test_upload_sends_each_adapter_by_its_directorys_name(
     assert sent.tobytes() == (peft / "adapter_model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("file", "name"), [("pirate.gguf", "pirate"), ("pirate-f16.v2.gguf", "pirate-f16.v2"), ("PIRATE.GGUF", "PIRATE")]
+)
+def test_upload_sends_a_gguf_file_by_its_name_without_the_suffix(
+    fake_triton: Any, small_tensors: AdapterTensors, tmp_path: Path, file: str, name: str
+) -> None:
+    # The folder's content does not matter for its name.
+    small_tensors.save(tmp_path / file)
+    result = run("upload", tmp_path / file, "--url", fake_triton.url)
+    assert result.exit_code == 0, result.output
+    assert [inputs["lora_name"] for _, inputs in fake_triton.received] == [[name]]
+
+
 @pytest.mark.parametrize("folder", ["checkpoint-500", "adapter", "a name", "é"])
 def test_a_directory_whose_name_is_none_goes_by_an_id_of_its_content(
     fake_triton: Any, small_tensors: AdapterTensors, tmp_path: Path, folder: str

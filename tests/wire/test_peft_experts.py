@@ -449,6 +449,10 @@ def test_what_does_not_fit_is_refused_by_name(tensors: Tensors, message: str) ->
         ({"use_bdlora": {"nblocks": 2, "target_modules_bd_a": ["q_proj"]}}, "use_bdlora is .* only plain LoRA"),
         ({"target_parameters": "mlp.experts.gate_up_proj"}, "target_parameters is .*, a list of names is expected"),
         (
+            {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias"]},
+            "target_parameters names mlp.experts.gate_up_proj_bias; biases are not supported",
+        ),
+        (
             {"target_parameters": ["mlp.experts.down_proj"]},
             "target_parameters is .*, which leaves out .*experts.gate_up_proj",
         ),

@@ -33,6 +33,11 @@ _POSITIVE = (
     *("decoder_layers", "decoder_attention_heads", "decoder_ffn_dim"),
 )
 
+_LARGEST = (1 << 31) - 1
+_LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+_LARGEST_OF = dict.fromkeys(_LAYERS, 1 << 12) | dict.fromkeys(("num_experts", "num_local_experts"), 1 << 16)
+"""Whatever is larger is a mistake; lists and tensors of such sizes could not be made."""
+
 _OBJECTS = ("rope_parameters", "rope_scaling")
 
 _CHECKED_HERE = ("dtype", "torch_dtype")
@@ -145,6 +150,14 @@ def _fields_of(outcome: _Outcome) -> dict[str, Any]:
     if outcome["error"]:
         raise ConfigError(f"config.json: {outcome['error']}")
     return outcome["fields"]
+
+
+def check_sizes(fields: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a number among the fields that are read that no model has."""
+    for name in sorted(_READ & fields.keys()):
+        largest = _LARGEST_OF.get(name, _LARGEST)
+        if isinstance(value := fields[name], int) and value > largest:
+            raise ConfigError(f"config.json: {name} {value} must be at most {largest}")
 
 
 def _check(raw: Mapping[str, Any]) -> None:

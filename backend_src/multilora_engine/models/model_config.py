@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from multilora_engine.engine_info import SourceFacts
 from multilora_engine.errors import ConfigError
+from multilora_engine.models.hf_config import check_sizes
 from multilora_engine.models.rope_config import Rope, read_ropes
 from multilora_wire.config_sites import config_sites
 from multilora_wire.sites import ModelSites
@@ -174,6 +175,7 @@ def decoder_config(path: Path, raw: Mapping[str, Any], fields: Mapping[str, Any]
 
     raw: the content of config.json. fields: its completed fields (`begin_completing`). Raises ConfigError.
     """
+    check_sizes(fields)
     for name in (*_POSITIVE, "num_experts"):
         # Transformers takes any value under a second name of a field.
         if type(value := fields.get(name, 1)) is not int:

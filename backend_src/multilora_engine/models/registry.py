@@ -19,7 +19,7 @@ from multilora_engine.errors import ConfigError
 from multilora_engine.models import bart, cohere2, gemma, glm4, gpt_oss, llama, moe, olmo2, phi3, starcoder2, t5
 from multilora_engine.models.decoder import Architecture, Decoder
 from multilora_engine.models.encoder_decoder import EncoderDecoder, EncoderDecoderArchitecture
-from multilora_engine.models.hf_config import begin_completing
+from multilora_engine.models.hf_config import begin_completing, check_sizes
 from multilora_engine.models.model import Model
 from multilora_engine.models.model_config import (
     ModelConfig,
@@ -112,6 +112,7 @@ def begin_model_config(path: Path, implementation: ModelImplementation = "native
     if reason := why_no_checkpoint(path):
         raise ConfigError(reason)
     raw = read_json(path / "config.json")
+    check_sizes(raw)
     if implementation == "transformers" or (implementation == "auto" and not _is_native(raw)):
         return lambda: _general_config(path, raw)
     name = _architecture_name(raw)

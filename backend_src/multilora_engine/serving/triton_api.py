@@ -107,6 +107,11 @@ def typed_parameters_of(request: TritonRequest, max_metadata_bytes: int) -> list
     if (num_bytes := len(text.encode())) > max_metadata_bytes:
         raise InvalidRequest(f"the parameters have {num_bytes} bytes; a request may have {max_metadata_bytes}")
     parameters: list[tuple[str, Any]] = json.loads(text, object_pairs_hook=list)
+    try:
+        json.dumps(parameters, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise InvalidRequest(f"a header or parameter of the request has {half!r}, half of a character") from None
     return parameters
 
 

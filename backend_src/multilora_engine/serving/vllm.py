@@ -244,8 +244,11 @@ def tensors_of(sampling: VllmSampling, info: EngineInfo, tokenizer: Tokenizer) -
         arrays["seed"] = np.array([[int(sampling.seed or 0) % _NUM_SEEDS]], np.uint64)
     if sampling.ignore_eos:
         arrays["end_id"] = _integers(-1)
-    if sampling.stop:
-        arrays["stop_words"] = _texts([sampling.stop] if isinstance(sampling.stop, str) else sampling.stop)
+    stop_words = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop
+    if stop_words:
+        if "" in stop_words:
+            raise InvalidRequest("stop cannot contain an empty string")
+        arrays["stop_words"] = _texts(stop_words)
     if sampling.stop_token_ids:
         arrays["stop_words_list"] = write_sequences([tuple((token_id,) for token_id in sampling.stop_token_ids)])
     if sampling.bad_words:

@@ -272,6 +272,9 @@ def test_log_probs_are_of_each_new_token_and_of_the_likeliest(num_top: int, seco
         ("{", "INVALID_ARG", "sampling_parameters must be a JSON object"),
         ('{"a": ' + "[" * 900, "INVALID_ARG", "sampling"),
         ({"stop": "x" * 2000}, "INVALID_ARG", "bytes; a request may have 1000"),
+        ({"stop": ""}, "INVALID_ARG", "stop cannot contain an empty string"),
+        ({"stop": ["END", ""]}, "INVALID_ARG", "stop cannot contain an empty string"),
+        ('{"stop": "\\ud800"}', "INVALID_ARG", "sampling_parameters must be a JSON object"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(
@@ -279,6 +282,13 @@ def test_what_cannot_be_is_refused_by_name(
 ) -> None:
     found, message = error_of(ask(front, sampling))
     assert (found, reason in message) == (code, True), message
+    assert not engine.accepted
+
+
+@pytest.mark.parametrize("name", ["stop", "lora_name", "bad_words", "structured_outputs", "other", "x\udc80"])
+def test_a_parameter_that_is_half_a_character_is_refused(front: VllmFront, engine: FakeEngine, name: str) -> None:
+    code, message = error_of(ask(front, parameters={name: "a\ud800"}))
+    assert (code, "half of a character" in message) == ("INVALID_ARG", True), message
     assert not engine.accepted
 
 
