@@ -1,4 +1,4 @@
-"""The wheel carries Triton's model repository, which lies beside this folder."""
+"""The wheel carries Triton's model repository and the sample adapters, which lie beside this folder."""
 
 import shutil
 from pathlib import Path
@@ -6,16 +6,19 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-MODEL_REPOSITORY = Path(__file__).resolve().parents[1] / "model_repository"
+CLONE = Path(__file__).resolve().parents[1]
+LEFT_OUT = ("__pycache__", "data", "README.md")
+"""`data` has the examples that the sample adapters learnt from."""
 
 
-class WithModelRepository(build_py):
+class WithSharedFolders(build_py):
     def run(self) -> None:
         super().run()
-        if not self.editable_mode:
-            target = Path(self.build_lib) / "multilora_engine" / MODEL_REPOSITORY.name
+        samples = ["adapters"] if (CLONE / "adapters").is_dir() else []  # Images are built without samples.
+        for name in [] if self.editable_mode else ["model_repository", *samples]:
+            target = Path(self.build_lib) / "multilora_engine" / name
             shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(MODEL_REPOSITORY, target, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(CLONE / name, target, ignore=shutil.ignore_patterns(*LEFT_OUT))
 
 
-setup(cmdclass={"build_py": WithModelRepository})
+setup(cmdclass={"build_py": WithSharedFolders})

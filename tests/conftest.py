@@ -126,6 +126,6 @@ def seed() -> int:
 @pytest.fixture(scope="session")
 def default_model_dir() -> Path:
     """The checkpoint directory of the default base model; made on first use, which needs the network."""
-    script = _TESTS.parent / "scripts" / "checkpoints" / "prepare_default_model.py"
-    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, check=True)
+    prepare = [sys.executable, "-m", "multilora_engine.quickstart.default_model"]
+    done = subprocess.run(prepare, stdout=subprocess.PIPE, text=True, check=True)
     return Path(done.stdout.splitlines()[-1])

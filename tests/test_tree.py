@@ -17,7 +17,7 @@ SHELL_SCRIPTS = sorted(path for path in (ROOT / "scripts").rglob("*") if path.is
 DISTRIBUTIONS = ("backend_src", "kernels", "client")
 
 ROOMS = (
-    *("dynamo", "serving", "tritonserver", "process", "quantize", "engine", "execution"),
+    *("quickstart", "dynamo", "serving", "tritonserver", "process", "quantize", "engine", "execution"),
     *("sampling", "sequences", "guides", "lora", "models", "text", "batch", "gguf"),
 )
 """The rooms of the engine from top to bottom: each imports only rooms after it. Files in no room are the ground."""

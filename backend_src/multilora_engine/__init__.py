@@ -1,6 +1,7 @@
 """One base model, thousands of LoRA adapters: the engine and its Triton Inference Server front.
 
 Rooms, from top to bottom; each imports only rooms below it, and its `__init__.py` says what every file is for:
+quickstart                                 `multilora-quickstart`: a small model and sample adapters answer
 dynamo, serving                            the engine before NVIDIA Dynamo, and before Triton: tensors become requests
 tritonserver                               starts NVIDIA's server, and watches it
 process                                    the engine in a process of its own, and the way to it

@@ -52,7 +52,6 @@ from benchmarks.adapter_bench import PLACES, RANKS, WARM_UP_TOKENS, Bench, rando
 from benchmarks.machine_limits import seconds_of
 from benchmarks.peft_baseline import PeftBaseline
 from benchmarks.results import Row, at_least, at_most, measures_table, p99, report, threads_title
-from checkpoints.prepare_default_model import ensure_default_checkpoint
 from marked_tables import write_table
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
@@ -67,6 +66,7 @@ from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import SetMember, checked_members
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.lora_config import LoRAConfig
+from multilora_engine.quickstart.default_model import ensure_default_checkpoint
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_wire.adapter_info import AdapterMember
 from multilora_wire.layout import AdapterLayout, num_values

@@ -49,13 +49,13 @@ from benchmarks.encoder_decoder_bench import encoder_decoder_rows
 from benchmarks.engine_bench import CHUNK, GREEDY, NUM_ADAPTERS, RANK, WARM_UP_STEPS, Bench, RepeatedLimits, Work
 from benchmarks.machine_limits import matrix_rate, seconds_of
 from benchmarks.results import Row, at_least, at_most, report, threads_title
-from checkpoints.prepare_default_model import ensure_default_checkpoint
-from checkpoints.quantized_default_model import SchemeName, ensure_quantized_checkpoint
 from checkpoints.telling_adapters import save_plain_tokenizer
 from checkpoints.tiny_llama import save_tiny_llama
 from marked_tables import figure, markdown_table, write_table
 from multilora_engine.lora.format import TORCH_DTYPES, pack_adapter
 from multilora_engine.models.decoder import Decoder
+from multilora_engine.quickstart.default_model import ensure_default_checkpoint
+from multilora_engine.quickstart.quantized_default_model import SchemeName, ensure_quantized_checkpoint
 from multilora_engine.request import SamplingParams
 from multilora_wire.module_names import ATTN_DENSE, ATTN_K, ATTN_Q, ATTN_V
 from plots import PERFORMANCE, write_plots

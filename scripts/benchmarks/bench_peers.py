@@ -30,8 +30,8 @@ from rich.progress import Progress
 from benchmarks.peers.contestants import CONTESTANTS, REFERENCE, Contestant, RunningPeer, engine_version, environment
 from benchmarks.peers.exchange import Answer, Case, Job
 from benchmarks.peft_baseline import PeftBaseline
-from checkpoints.prepare_default_model import cache_directory, ensure_default_checkpoint
 from marked_tables import console_table, figure, markdown_table, write_table
+from multilora_engine.quickstart.default_model import cache_directory, ensure_default_checkpoint
 from plots import PERFORMANCE
 from sources import measured_source
 

@@ -35,8 +35,6 @@ from benchmarks.adapter_bench import random_wire
 from benchmarks.cpu_times import CpuTimes, seconds_between
 from benchmarks.light_client import light_asks
 from benchmarks.results import Row, at_least, report, threads_title
-from checkpoints.prepare_default_model import ensure_default_checkpoint
-from checkpoints.quantized_default_model import SchemeName, ensure_quantized_checkpoint
 from marked_tables import figure, markdown_table, write_table
 from multilora_client import DIRECT, ENSEMBLE, Adapter, AdapterTensors, AsyncClient
 from multilora_client.bench.load import Ask, Load, Sample, run_closed, run_load
@@ -46,6 +44,8 @@ from multilora_client.bench.workload import Job, Target, make_jobs, make_prompts
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
+from multilora_engine.quickstart.default_model import ensure_default_checkpoint
+from multilora_engine.quickstart.quantized_default_model import SchemeName, ensure_quantized_checkpoint
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.tritonserver import ServerProcess
 from plots import PERFORMANCE, write_plots

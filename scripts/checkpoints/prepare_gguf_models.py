@@ -17,9 +17,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from checkpoints.prepare_default_model import cache_directory
-from machine_room import check_disk
 from multilora_engine.errors import ConfigError
+from multilora_engine.quickstart.default_model import cache_directory
+from multilora_engine.quickstart.machine_room import check_disk
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from checkpoints.prepare_default_model import cache_directory, ensure_default_checkpoint
-from deployment.build_wheels import copy_tracked
+from deployment.build_release import copy_tracked
 from deployment.clean_root import ImageError, require_tools
 from deployment.image_builder import BASE, ImageBuilder
 from marked_tables import markdown_table, write_table
+from multilora_engine.quickstart.default_model import cache_directory, ensure_default_checkpoint
 from plots import DOCS
 from repository import REPOSITORY
 from sources import measured_source

@@ -28,12 +28,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from checkpoints.prepare_default_model import ensure_default_checkpoint
 from deployment.clean_root import Image, ImageError, require_tools
 from deployment.image_builder import BASE, ImageBuilder
 from marked_tables import console_table, markdown_table, read_cells, read_table, write_table
+from multilora_engine.quickstart.default_model import ensure_default_checkpoint
+from multilora_engine.tritonserver.launch import sigterm_as_ctrl_c
 from repository import REPOSITORY
-from servers.started_server import sigterm_as_ctrl_c
 from sources import measured_source
 
 _READY_TIMEOUT_S = 300.0

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import NoReturn
 
 from rich.console import Console
 
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
+from multilora_engine.tritonserver.launch import sigterm_as_ctrl_c
 from multilora_engine.tritonserver.upstream_models import UpstreamModels
 from repository import REPOSITORY
 
@@ -40,21 +39,3 @@ def started_server(
         with (console or Console(quiet=True)).status("starting the server"):
             server.wait_ready()
         yield server
-
-
-@contextmanager
-def sigterm_as_ctrl_c() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, so that open resources are closed. For the main thread.
-
-    Only once: a second signal, such as `timeout` sends, would cut the closing short.
-    """
-
-    def interrupt(*_: object) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

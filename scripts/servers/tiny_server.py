@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from checkpoints.prepare_default_model import ensure_default_checkpoint
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.models.registry import read_model_config
+from multilora_engine.quickstart.default_model import ensure_default_checkpoint
 from multilora_engine.tritonserver import ServerProcess
 from multilora_engine.tritonserver.upstream_models import UpstreamModels
 from servers.started_server import started_server

@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
-from checkpoints.prepare_default_model import default_checkpoint
 from marked_tables import console_table, markdown_table, write_table
 from multilora_engine.lora.format import ARENA_DTYPES
+from multilora_engine.quickstart.default_model import ensure_default_checkpoint
+from multilora_engine.quickstart.samples import judged_conversation
 from multilora_kernels.adapter_codes import dequantize_a, dequantize_b
 from multilora_kernels.adapter_quantization import quantize_a, quantize_b
 from multilora_wire.pieces import CODE_BITS, StoredDtype
@@ -32,7 +33,6 @@ from training.sample_adapters import (
     STYLE_ADAPTERS,
     SampleAdapter,
     held_out_prompts,
-    judged_conversation,
     style_of,
 )
 
@@ -76,7 +76,7 @@ def main(
         raise typer.BadParameter("--docs writes the rates of adapters as they were trained; leave out --lora-dtype")
     source = measured_source() if update_docs else ""
     torch.set_num_threads(threads)
-    checkpoint = base or default_checkpoint()
+    checkpoint = base or ensure_default_checkpoint()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
     trials = {}
     with console.status("The base model answers"):

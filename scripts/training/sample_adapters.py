@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from multilora_engine.quickstart.samples import JUDGE_INVOCATION, sample_directory
 from repository import REPOSITORY
 
 ADAPTERS_DIRECTORY = REPOSITORY / "adapters"
@@ -65,8 +66,7 @@ class SampleAdapter:
 
     @property
     def directory(self) -> Path:
-        """An activated adapter lies apart: it refuses requests that do not invoke it."""
-        return ADAPTERS_DIRECTORY / ("activated" if self.invocation else "") / self.name
+        return sample_directory(self.name)
 
     @property
     def training_data(self) -> Path:
@@ -100,19 +100,10 @@ JUDGE = SampleAdapter(
     "names an answer's style",
     epochs=1,
     batch_size=4,
-    invocation="Style of the answer?",
+    invocation=JUDGE_INVOCATION,
     trained_token="Style",
 )
 SAMPLE_ADAPTERS: Mapping[str, SampleAdapter] = {**STYLE_ADAPTERS, JUDGE.name: JUDGE}
-
-
-def judged_conversation(prompt: str, answer: str) -> list[dict[str, str]]:
-    """A question and its answer, and the turn that invokes the judge."""
-    return [
-        {"role": "user", "content": prompt},
-        {"role": "assistant", "content": answer},
-        {"role": "user", "content": JUDGE.invocation},
-    ]
 
 
 def style_of(answer: str) -> str:

@@ -22,14 +22,14 @@ from rich.progress import Progress
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from checkpoints.prepare_default_model import default_checkpoint
+from multilora_engine.quickstart.default_model import ensure_default_checkpoint
+from multilora_engine.quickstart.samples import judged_conversation
 from training.sample_adapters import (
     BASE_MODEL_NAME,
     JUDGE,
     SAMPLE_ADAPTERS,
     SampleAdapter,
     judge_training_records,
-    judged_conversation,
     read_jsonl,
     style_of,
 )
@@ -51,7 +51,7 @@ def main(
 ) -> None:
     """Train sample adapters and write them to their folders in adapters/."""
     torch.set_num_threads(threads)
-    checkpoint = base or default_checkpoint()
+    checkpoint = base or ensure_default_checkpoint()
     for name in names or SAMPLE_ADAPTERS:
         adapter = SAMPLE_ADAPTERS[name]
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)

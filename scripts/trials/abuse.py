@@ -20,9 +20,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from checkpoints.prepare_default_model import ensure_default_checkpoint
 from marked_tables import markdown_table, write_table
 from multilora_engine.errors import MultiloraError
+from multilora_engine.quickstart.default_model import ensure_default_checkpoint
 from repository import REPOSITORY
 from sources import measured_source
 from trials.attacker import Attacker

@@ -33,10 +33,10 @@ from checkpoints.telling_adapters import MAX_RANK, PROMPT_TOKENS, save_checkpoin
 from marked_tables import console_table, markdown_table, write_table
 from multilora_client import Client, MultiloraClientError
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
+from multilora_engine.tritonserver.launch import sigterm_as_ctrl_c
 from multilora_wire.layout import AdapterLayout
 from repository import REPOSITORY
 from servers.sandboxed_server import SandboxedServer, namespace
-from servers.started_server import sigterm_as_ctrl_c
 from sources import measured_source
 from trials.judging_clients import ANSWER_TIMEOUT_S, JudgingClients, Tally
 from trials.wall_clock import WallClock

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from checkpoints.quantized_default_model import ensure_quantized_checkpoint
 from multilora_client import Client, InvalidRequest, load_adapter
 from multilora_client.cli import app
+from multilora_engine.quickstart.quantized_default_model import ensure_quantized_checkpoint
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 
 REPOSITORY = Path(__file__).parents[2]

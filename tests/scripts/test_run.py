@@ -19,7 +19,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_module_with_a_main_is_a_command_and_no_other() -> None:
-    assert {"quickstart", "bench_engine", "inject_faults", "train_sample_adapters", "try_images"} <= set(COMMANDS)
+    assert {"bench_peers", "bench_engine", "inject_faults", "train_sample_adapters", "try_images"} <= set(COMMANDS)
     assert {"run", "served_environment", "results", "soak_memory"}.isdisjoint(COMMANDS)
 
 

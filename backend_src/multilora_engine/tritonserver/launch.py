@@ -328,6 +328,24 @@ def watch(server: ServerProcess, canary_interval_s: float) -> NoReturn:
 
 
 @contextlib.contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt, so that open resources are closed. For the main thread.
+
+    Only once: a second signal, such as `timeout` sends, would cut the closing short.
+    """
+
+    def interrupt(*_: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
 def errors_as_one_line() -> Iterator[None]:
     """Turn an error that an operator can cause into one line and exit status 1."""
     try:

@@ -14,6 +14,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from multilora_engine.tritonserver.launch import sigterm_as_ctrl_c
+
 COMMAND = [
     sys.executable,
     "-m",
@@ -205,3 +207,25 @@ def test_a_probe_takes_a_url(url: str) -> None:
 def test_a_probe_refuses_what_is_not_plain_http(url: str) -> None:
     status, text = told("probe", "--url", url)
     assert (status, "--url is" in text) == (2, True)
+
+
+def test_sigterm_interrupts_what_is_going_on_and_is_itself_again_afterwards() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), sigterm_as_ctrl_c():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_second_sigterm_does_not_disturb_what_is_being_closed() -> None:
+    closed = []
+
+    def work() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            closed.append(True)
+
+    with pytest.raises(KeyboardInterrupt), sigterm_as_ctrl_c():
+        work()
+    assert closed

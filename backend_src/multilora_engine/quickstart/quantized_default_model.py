@@ -9,10 +9,10 @@ from typing import Literal
 
 from rich.console import Console
 
-from checkpoints.prepare_default_model import MARKER_NAME, ensure_default_checkpoint, marker_content
-from repository import REPOSITORY
+import multilora_engine
+from multilora_engine.quickstart.default_model import MARKER_NAME, ensure_default_checkpoint, marker_content
 
-CALIBRATION_TEXT = REPOSITORY / "backend_src/multilora_engine/quantize/sample_text.txt"
+CALIBRATION_TEXT = Path(multilora_engine.__file__).parent / "quantize" / "sample_text.txt"
 """With 4 bits this text makes up for most of the loss by rounding."""
 
 SchemeName = Literal["w4a16", "w8a16", "fp8"]

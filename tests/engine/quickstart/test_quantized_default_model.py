@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import quantized_default_model
-from checkpoints.prepare_default_model import MARKER_NAME
-from checkpoints.quantized_default_model import ensure_quantized_checkpoint
+from multilora_engine.quickstart import quantized_default_model
+from multilora_engine.quickstart.default_model import MARKER_NAME
+from multilora_engine.quickstart.quantized_default_model import ensure_quantized_checkpoint
 
 
 @pytest.fixture
