@@ -45,7 +45,8 @@ def save_compressed(model: PreTrainedModel, path: Path, groups: dict[str, Any], 
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     path.mkdir(exist_ok=True, parents=True)
-    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    # Clones: a file has no tensors that share memory.
+    state = {name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         state = {name: tensor for name, tensor in state.items() if not name.startswith("lm_head.")}
     save_file(state, path / "model.safetensors")

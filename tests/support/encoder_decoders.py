@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
+    AutoModelForSeq2SeqLM,
     BartConfig,
     BartForConditionalGeneration,
     MBartConfig,
@@ -25,7 +27,9 @@ from transformers import (
 )
 
 from multilora_engine.batch.forward_batch import CrossAttention, ForwardBatch, KVCache, SourceBatch, TokenLoRAs
+from multilora_engine.models.loader import load_model
 from multilora_engine.models.model import Model, only_group
+from multilora_engine.models.weights import Placement
 from multilora_kernels import LoRATables
 from multilora_wire.sites import ModelSites
 
@@ -268,3 +272,34 @@ def save_t5_tokenizer(path: Path) -> Path:
     vocab += [(f"<{i}>", -20.0) for i in range(len(vocab), VOCAB_SIZE)]
     T5Tokenizer(vocab=vocab, extra_ids=0).save_pretrained(path)
     return path
+
+
+def run_alone(model: Model, decoding: Decoding) -> torch.Tensor:
+    """The logits of all tokens of one sequence, which is computed in one step."""
+    (logits,) = SourceRunner(model).step([(decoding, len(decoding.token_ids))])
+    return logits
+
+
+@torch.inference_mode()
+def reference_logits(model: torch.nn.Module, decoding: Decoding) -> torch.Tensor:
+    """Those of transformers, [num_tokens, vocab_size]."""
+    source, tokens = torch.tensor([decoding.source_ids]), torch.tensor([decoding.token_ids])
+    logits: torch.Tensor = model(input_ids=source, decoder_input_ids=tokens, use_cache=False).logits[0]
+    return logits
+
+
+def assert_as_transformers_reads(path: Path) -> None:
+    """The engine computes the logits that transformers computes of the same files."""
+    reference = AutoModelForSeq2SeqLM.from_pretrained(path, local_files_only=True).eval()
+    decoding = Decoding(random_tokens(40, 1), random_tokens(31, 2))
+    logits = run_alone(load_model(path, Placement(torch.float32, torch.float32, torch.device("cpu"))), decoding)
+    torch.testing.assert_close(logits, reference_logits(reference, decoding), atol=2e-4, rtol=1e-4)
+
+
+def change_json(path: Path, changes: Mapping[str, Any], keeps_none: bool = False) -> dict[str, Any]:
+    """Set fields of a file, and remove those that are None unless `keeps_none`. Returns the new content."""
+    content = {**json.loads(path.read_text()), **changes}
+    if not keeps_none:
+        content = {name: value for name, value in content.items() if value is not None}
+    path.write_text(json.dumps(content))
+    return content

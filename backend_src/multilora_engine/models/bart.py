@@ -45,6 +45,8 @@ _FIRST_POSITION = 2
 _NORM_EPS = 1e-5
 """PyTorch's own, which no field changes."""
 _MLP = ("fc1", "fc2")
+_VERSIONS = frozenset({"model.encoder.version", "model.decoder.version"})
+"""Of the format, in checkpoints that Fairseq saved first."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ BART = EncoderDecoderArchitecture(
     no_norm,
     _positions,
     has_logits_bias=True,
+    unused=_VERSIONS,
 )
 MBART = EncoderDecoderArchitecture(
     Architecture(_decoder_layer(pre_norm), _final_norm("decoder")),
@@ -156,4 +159,5 @@ MBART = EncoderDecoderArchitecture(
     _final_norm("encoder"),
     _positions,
     has_logits_bias=True,
+    unused=_VERSIONS,
 )

@@ -217,6 +217,7 @@ class EncoderDecoderArchitecture:
     positions: makes the position embeddings of the stack `encoder` or `decoder`; None for a model without.
     source_bias: makes the biases of the encoder's scores, after its layers; None for a model without.
     has_logits_bias: whether a checkpoint may have a bias of logits, as BART's.
+    unused: names of tensors of old checkpoints that nothing reads.
     """
 
     decoder: Architecture
@@ -225,6 +226,7 @@ class EncoderDecoderArchitecture:
     positions: Callable[[Builder, str], PositionEmbedding] | None = None
     source_bias: Callable[[Builder], SourceBias] | None = None
     has_logits_bias: bool = False
+    unused: frozenset[str] = frozenset()
 
 
 class EncoderDecoder(Decoder):
@@ -245,9 +247,13 @@ class EncoderDecoder(Decoder):
             None if make is None else make(builder, stack) for stack in ("decoder", "encoder")
         )
         self._source_bias = None if architecture.source_bias is None else architecture.source_bias(builder)
+        self._unused = architecture.unused
         outside = builder.under("")
         has_bias = architecture.has_logits_bias and outside.stores(_LOGITS_BIAS)
         self._logits_bias = outside.vector(_LOGITS_BIAS, 1, config.vocab_size) if has_bias else None
+
+    def ignores(self, name: str) -> bool:
+        return name in self._unused
 
     def forward(
         self, batch: ForwardBatch, kv_cache: KVCache, on_layer: Callable[[], None] = lambda: None
@@ -311,10 +317,11 @@ class EncoderDecoder(Decoder):
 def _as_stored(config: ModelConfig, weights: WeightFormat) -> ModelConfig:
     """The config with the names that the checkpoint has: it may store a head, or the embeddings under a copy's name.
 
-    transformers shares the embeddings with the head unless a checkpoint has a head, whatever config.json says.
+    transformers gives the head the embeddings only where a checkpoint has no head, whatever config.json says.
     """
     assert config.encoder is not None
     names = (config.encoder.embeddings, *config.encoder.copies)
     embeddings = next((name for name in names if weights.stores(f"{name}.weight")), names[0])
     encoder = replace(config.encoder, embeddings=embeddings, copies=tuple(name for name in names if name != embeddings))
-    return replace(config, encoder=encoder, tie_word_embeddings=not weights.stores(f"{config.head_name}.weight"))
+    is_tied = config.tie_word_embeddings and not weights.stores(f"{config.head_name}.weight")
+    return replace(config, encoder=encoder, tie_word_embeddings=is_tied)

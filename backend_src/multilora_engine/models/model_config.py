@@ -247,7 +247,7 @@ def encoder_decoder_config(
         ropes={},
         layer_ropes=(None,) * num_layers,
         sliding_window=(None,) * num_layers,
-        tie_word_embeddings=True,
+        tie_word_embeddings=fields.get("tie_word_embeddings", True),
         dtype=read_dtype(raw),
         end_token_ids=read_end_token_ids(path, raw, vocab_size),
         sites=config_sites({"model_type": raw["model_type"], **fields}),

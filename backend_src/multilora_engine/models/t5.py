@@ -219,4 +219,5 @@ T5 = EncoderDecoderArchitecture(
     _encoder_layer,
     _final_norm("encoder"),
     source_bias=SourceDistanceBias,
+    unused=frozenset({"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"}),
 )

@@ -10,9 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig
-from support.encoder_decoders import MODELS, Adapters, Decoding, SourceRunner, make_model, random_tokens
+from support.compressed_checkpoints import save_compressed
+from support.encoder_decoders import (
+    MODELS,
+    Adapters,
+    Decoding,
+    SourceRunner,
+    make_model,
+    random_tokens,
+    reference_logits,
+    run_alone,
+)
 
 from multilora_engine.models.loader import load_model
+from multilora_engine.models.model import only_group
 from multilora_engine.models.weights import Placement
 from multilora_kernels import cpu
 from multilora_wire.sites import ModelSites
@@ -20,7 +31,7 @@ from multilora_wire.sites import ModelSites
 ATOL = 1e-4
 """Of logits up to 30."""
 
-_IS_LONG = pytest.mark.long("5 s each; another member of the family is in the default run")
+_IS_LONG = pytest.mark.long(reason="5 s each; another member of the family is in the default run")
 
 CHUNKS = [(7, [1, 1, 1, 1, 1]), (1, [4, 1, 1]), (30, [3, 9, 1, 15, 1]), (19, [1] * 24), (7, [2, 1])]
 """Of five sequences the source's length and the tokens of each step; the first step has all of them."""
@@ -76,6 +87,45 @@ def test_each_linear_of_both_stacks_takes_the_adapter_of_its_own_row(name: str, 
         assert one.equal(among)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["t5 v1.1", "bart"])
+def test_half_precision_is_as_near_to_float32_as_transformers_is(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    reference = make_model(name)
+    reference.save_pretrained(tmp_path)
+    model = load_model(tmp_path, placement(dtype))
+    chunks = [(9 + i, [4, 1, 1]) for i in range(8)]
+    decodings = decodings_of(chunks)
+    found = torch.cat(run(SourceRunner(model), decodings, chunks))
+    exact = torch.cat([reference_logits(reference, decoding) for decoding in decodings])
+    reference.to(dtype)
+    half = torch.cat([reference_logits(reference, decoding) for decoding in decodings])
+    assert (found - exact).square().mean() < 2 * (half.float() - exact).square().mean()
+
+
+@pytest.mark.parametrize("name", ["t5", "mbart"])
+def test_quantised_checkpoints_multiply_by_their_codes(name: str, tmp_path: Path) -> None:
+    """The quantised file also has the embeddings three times, as equal tensors."""
+    reference = make_model(name)
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    save_compressed(reference, tmp_path, groups, ignore=["lm_head"])
+    model = load_model(tmp_path, placement(torch.float32))
+    (decoding,) = decodings_of([(9, [5])])
+    found = run_alone(model, decoding)
+    torch.testing.assert_close(found, reference_logits(reference, decoding), atol=ATOL, rtol=1e-4)
+    num_codes = sum(site.in_size * site.out_size for site in model.adapter_sites.sites)
+    assert sum(count for kind, count in model.weight_bytes.items() if kind != "float32") >= num_codes
+
+
+def test_memory_of_weights_is_that_of_both_stacks(tmp_path: Path) -> None:
+    reference = make_model("bart")
+    reference.save_pretrained(tmp_path)
+    model = load_model(tmp_path, placement(torch.float32))
+    matrices = {id(p): p.nbytes for p in reference.parameters() if p.dim() == 2 and p.shape[0] != 66}
+    assert sum(model.weight_bytes.values()) >= sum(matrices.values())
+    assert only_group(model.kv_groups).num_layers == model.config.num_layers == 3
+
+
 MIXED = {
     "t5": {
         "PEFT's defaults": LoraConfig(r=3, target_modules=["q", "v"]),
@@ -126,10 +176,3 @@ def run(runner: SourceRunner, decodings: list[Decoding], chunks: Sequence[tuple[
 
 def placement(dtype: torch.dtype) -> Placement:
     return Placement(dtype, dtype, torch.device("cpu"))
-
-
-@torch.inference_mode()
-def reference_logits(model: torch.nn.Module, decoding: Decoding) -> torch.Tensor:
-    ids = torch.tensor([decoding.source_ids]), torch.tensor([decoding.token_ids])
-    logits: torch.Tensor = model(input_ids=ids[0], decoder_input_ids=ids[1], use_cache=False).logits[0]
-    return logits
