@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from msgspec.structs import replace
+
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest, Unsupported
 from multilora_engine.lora.names import SetMember
@@ -130,7 +132,14 @@ def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer)
         _truncated(_read_prompt(inputs, row, info, tokenizer), inputs, row, sampling[row].max_tokens, info)
         for row in rows
     ]
-    beginnings = [] if info.source is None else [_read_beginning(inputs, row, info, tokenizer) for row in rows]
+    beginnings = []
+    if info.source is not None:
+        beginnings = [_read_beginning(inputs, row, info, tokenizer) for row in rows]
+        starts = [beginning == [info.source.decoder_start_token_id] for beginning in beginnings]
+        forced = info.source.forced_first_token_id
+        sampling = [
+            replace(s, forced_first_id=forced) if is_start else s for s, is_start in zip(sampling, starts, strict=True)
+        ]
     return GenerateCall(
         sampling=sampling,
         num_sequences=_read_num_sequences(inputs, _beam_width(sampling, is_streaming)),

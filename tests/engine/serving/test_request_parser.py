@@ -629,6 +629,14 @@ def test_a_model_with_an_encoder_has_no_chats(read: Any) -> None:
         read(tensors, SOURCE_INFO)
 
 
+def test_the_familys_first_token_is_forced_where_the_answer_has_the_usual_start_alone(read: Any) -> None:
+    info = dataclasses.replace(INFO, source=dataclasses.replace(BART, forced_first_token_id=9))
+    tensors = {"input_ids": [[5]] * 4, "max_tokens": [[3]] * 4, "decoder_input_lengths": [[1], [1], [1], [2]]}
+    call = read(tensors | {"decoder_input_ids": [[1, 0], [2, 0], [5, 0], [2, 5]]}, info)
+    assert [sampling.forced_first_id for sampling in call.sampling] == [9, 9, None, None]
+    assert {sampling.forced_first_id for sampling in read(prompt()).sampling} == {None}
+
+
 def test_a_source_is_cut_to_what_the_encoder_takes(read: Any) -> None:
     tensors = prompt(input_ids=[[*range(50)]], max_tokens=[[500]], truncate_prompt_tokens=[[-1]])
     assert read(tensors, SOURCE_INFO).sources == [[*range(10, 50)]]
