@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from multilora_client.errors import AdapterError, InvalidRequest
 from multilora_wire.adapter_origin import AdapterOrigin, WrongBaseModel
-from multilora_wire.adapter_use import UseError, join_use_files, read_use_files
 from multilora_wire.converted_files import (
     CONFIG_FILE,
     STORED_BFLOAT16,
@@ -50,7 +49,6 @@ class AdapterTensors:
     config: int32 `[rows, 3]` or `[rows, 4]`.
     origin: the model that the adapter was made for, which a client compares with the server's before it sends the
         weights; None where nobody knows it. No part of the content.
-    use: the folder's files on the adapter's use, as of `join_use_files`; empty without any.
     Raises AdapterError when they do not fit each other.
     """
 
@@ -58,7 +56,6 @@ class AdapterTensors:
     config: npt.NDArray[np.int32]
     dtype: AdapterDtype
     origin: AdapterOrigin | None = None
-    use: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         if self.weights.dtype != NUMPY_DTYPES[self.dtype]:
@@ -83,13 +80,12 @@ class AdapterTensors:
         digest = hashlib.sha256(f"{self.dtype} {self.weights.shape} {self.config.shape}".encode())
         digest.update(np.ascontiguousarray(self.config).data)
         digest.update(np.ascontiguousarray(self.weights).data)
-        digest.update(self.use)
         return digest.digest()
 
     @property
     def nbytes(self) -> int:
         """Bytes on the wire, padding included."""
-        return self.weights.nbytes + self.config.nbytes + len(self.use)
+        return self.weights.nbytes + self.config.nbytes
 
     @property
     def base_model(self) -> str:
@@ -117,34 +113,31 @@ class AdapterTensors:
             raise AdapterError(
                 f"{directory / WEIGHTS_FILE} holds {weights.dtype}; float16, float32 and bfloat16 are read"
             )
-        weights = weights.view(np.uint16) if dtype == "BF16" else weights
-        return cls(weights, config, dtype, origin, _read_use(directory))
+        return cls(weights.view(np.uint16) if dtype == "BF16" else weights, config, dtype, origin)
 
 
 @dataclass(frozen=True, eq=False)
 class AdapterFiles:
     """PEFT's files as they are: the bytes of `adapter_config.json` and of `adapter_model.safetensors`; or a GGUF file.
 
-    The server reads and checks them. use: as of `AdapterTensors`.
+    The server reads and checks them.
     """
 
     config: bytes = field(repr=False)
     weights: bytes = field(repr=False)
-    use: bytes = field(default=b"", repr=False)
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes that name the content: equal exactly when all files are."""
+        """32 bytes that name the content: equal exactly when both files are."""
         digest = hashlib.sha256(f"PEFT {len(self.config)} {len(self.weights)}".encode())
         digest.update(self.config)
         digest.update(self.weights)
-        digest.update(self.use)
         return digest.digest()
 
     @property
     def nbytes(self) -> int:
         """Bytes on the wire."""
-        return len(self.config) + len(self.weights) + len(self.use)
+        return len(self.config) + len(self.weights)
 
     @property
     def base_model(self) -> str:
@@ -168,8 +161,7 @@ class AdapterFiles:
             if not (directory / name).is_file():
                 foreign = describe_foreign(names)
                 raise AdapterError(f"{directory}/{foreign}" if foreign else f"{directory / name} is missing")
-        config, weights = ((directory / name).read_bytes() for name in (PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE))
-        return cls(config, weights, _read_use(directory))
+        return cls((directory / PEFT_CONFIG_FILE).read_bytes(), (directory / PEFT_WEIGHTS_FILE).read_bytes())
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,15 +174,6 @@ class Adapter:
     def __post_init__(self) -> None:
         if not 0 <= self.lora_task_id < 2**64:
             raise InvalidRequest(f"lora_task_id must be between 0 and 2**64 - 1, not {self.lora_task_id}")
-
-
-def _read_use(directory: Path) -> bytes:
-    """Raises AdapterError for a file on the adapter's use that cannot be read."""
-    try:
-        files = read_use_files(directory)
-    except (UseError, OSError) as error:
-        raise AdapterError(f"{directory}: {error}") from error
-    return join_use_files(files) if files else b""
 
 
 def check_origin(origin: AdapterOrigin, sites: ModelSites, model: str) -> None:

@@ -14,10 +14,9 @@ Location = Literal["DEVICE", "HOST", "DISK", "REMOTE"]
 """The fastest tier that has it. REMOTE: no tier has it, only its source."""
 
 
-Kind = Literal["LoRA", "DoRA", "embeddings", "head", "tokens", "activated", "rope", "use"]
+Kind = Literal["LoRA", "DoRA", "embeddings", "head", "tokens", "activated", "rope"]
 """What an adapter has. LoRA, DoRA: matrices on linears. embeddings, head: matrices on these. tokens: rows of tokens.
-activated: it counts from its invocation tokens on. rope: rotary embeddings of its own. use: its folder says how it is
-asked, as `AdapterInfo.use` tells."""
+activated: it counts from its invocation tokens on. rope: rotary embeddings of its own."""
 
 
 class AdapterMember(msgspec.Struct, frozen=True, gc=False):
@@ -41,8 +40,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, gc=False):
     insertion if no request has used it. num_hits: requests that have used it since it entered the host tier.
     tenant: whose adapter it is, empty if it belongs to none. module_ids: the wire modules that it has rows for,
     ascending, where the report is on this adapter alone and its rows are in memory. kinds: empty where only its source
-    has it. is_dora: whether DoRA is among them. members: of a set, by digest; empty for any other adapter. use: what
-    its folder says about its use, as of `AdapterUse.describe`.
+    has it. is_dora: whether DoRA is among them. members: of a set, by digest; empty for any other adapter.
     """
 
     lora_task_id: int
@@ -61,7 +59,6 @@ class AdapterInfo(msgspec.Struct, frozen=True, gc=False):
     is_dora: bool = False
     kinds: tuple[Kind, ...] = ()
     members: tuple[AdapterMember, ...] = ()
-    use: tuple[str, ...] = ()
 
 
 class AliasMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,14 +68,15 @@ class AliasMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weight: int
 
 
-class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A name that stands for adapters of its owner. A request by the name is answered by one of them, as often as its
     weight is of the sum of all weights.
 
     tenant: the owner, empty if the alias belongs to none. members: empty where the reader may use the alias and not see
-    its members.
+    its members. version: of the latest change in a fleet, nanoseconds since the epoch; 0 on a server by itself.
     """
 
     name: str
     members: tuple[AliasMember, ...]
     tenant: str = ""
+    version: int = 0

@@ -14,6 +14,7 @@ from multilora_engine.dynamo.adapters import FleetAdapters
 from multilora_engine.dynamo.answers import END
 from multilora_engine.dynamo.cards import AdapterCard
 from multilora_engine.dynamo.catalogue import FleetCatalogue
+from multilora_engine.dynamo.fleet_aliases import FleetAliases, WorkerAliases
 from multilora_engine.dynamo.fleet_calls import FleetCalls
 from multilora_engine.dynamo.fleet_messages import (
     Carry,
@@ -31,9 +32,18 @@ from multilora_engine.dynamo.workers import Workers
 from multilora_engine.errors import AdapterNotFound, PathNotCovered, RelayedError
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import TaskId, scoped_task_id, task_id_of
-from multilora_engine.process.operations import AdapterList, AdapterReport, ListAdapters, LoadAdapter, UnloadAdapter
+from multilora_engine.process.operations import (
+    AdapterList,
+    AdapterReport,
+    AliasReport,
+    ListAdapters,
+    LoadAdapter,
+    RemoveAlias,
+    SetAlias,
+    UnloadAdapter,
+)
 from multilora_engine.request import GenerationRequest, TokenOutput
-from multilora_wire.adapter_info import AdapterInfo
+from multilora_wire.adapter_info import AdapterInfo, Alias
 from support.fake_engine import HOLD, INFO
 
 LAYOUT = INFO.adapter_layout
@@ -57,6 +67,7 @@ class FakeWorker:
     in_engine: digests by task id. at_path: what its sources have. log: what happened at it, in order. fails_to_publish:
     discovery is gone. dies_after: it is lost when it has sent so many chunks. lies: how the pages that it sends are
     wrong: `others`, `more`, `none` at all, or it `hangs` instead. is_cut_off: no message reaches or leaves it.
+    stored: the aliases that its engine had at its start. alias_operations: that its engine was given.
     """
 
     def __init__(self, fleet: FakeFleet, worker_id: int, max_bytes: int, replaces: bool, max_known: int) -> None:
@@ -78,7 +89,11 @@ class FakeWorker:
         self.adapters = FleetAdapters(self, self, BASE, NAMES)
         self.catalogue = FleetCatalogue(self.uploads, self.adapters, workers, self, self, LAYOUT)
         description = Described(INFO, BASE, 16)
-        self.calls = FleetCalls(self, self, self.uploads, self.adapters, self.catalogue, description)  # type: ignore[arg-type]
+        self.aliases = WorkerAliases(FleetAliases(), self.uploads, workers, self)
+        self.stored: list[Alias] = []
+        self.alias_operations: list[SetAlias | RemoveAlias] = []
+        parts = (self.uploads, self.adapters, self.catalogue, self.aliases)
+        self.calls = FleetCalls(self, self, *parts, description)  # type: ignore[arg-type]
 
     async def read(self, lora_task_id: int, name: str, source: str, path: str) -> PackedAdapter:
         if path not in self.at_path:
@@ -90,6 +105,9 @@ class FakeWorker:
         here = [_named_info(name, digest) for name, digest in self.named.items()]
         unread = [name for name in self.in_sources if name not in self.named and task_id_of(name) not in self.in_engine]
         return here + [_named_info(name, "") for name in unread]
+
+    async def list_aliases(self) -> list[Alias]:
+        return self.stored
 
     async def load(self, name: str) -> AdapterInfo:
         if name not in self.in_sources:
@@ -141,7 +159,8 @@ class FakeWorker:
         match message.operation:
             case ListAdapters():
                 adapters = [_info(task_id, self.worker_id) for task_id in self.in_engine]
-                report: Any = AdapterList(adapters)
+                aliases = [alias for alias in self.aliases.table.news if alias.members]
+                report: Any = AdapterList(adapters, aliases)
             case UnloadAdapter(lora_task_id=int(number), tenant=tenant):
                 if present := self.in_engine.get(scoped_task_id(tenant, number)):
                     message.operation.expectation.check(number, "", present, present)
@@ -150,6 +169,12 @@ class FakeWorker:
                 if scoped_task_id(tenant, number) not in self.in_engine:
                     raise RelayedError("NOT_FOUND", f"no {number} here")
                 report = AdapterReport(_info(number, self.worker_id))
+            case SetAlias(name, members, tenant, version) as operation:
+                self.alias_operations.append(operation)
+                report = AliasReport(Alias(name, members, tenant, version))
+            case RemoveAlias(name, tenant) as operation:
+                self.alias_operations.append(operation)
+                report = AliasReport(Alias(name, (), tenant))
             case _:
                 raise RelayedError("INVALID_ARG", "not that one")
         return TokenOutput("", [], msgspec.json.encode(report).decode(), finish_reason="stop")

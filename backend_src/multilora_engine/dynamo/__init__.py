@@ -13,6 +13,7 @@ worker                                     `DynamoWorker`: an engine process as 
 catalogue, adapters                        adapters come into the fleet and leave it; the ones this worker answers for
   cards                                    the facts about an adapter that a worker publishes
   fleet_uploads, page_store                uploads that the fleet knows, and their pages, for other workers
+  fleet_aliases                            names that stand for adapters, the same at all workers and fronts
   fleet_calls                              answers the messages of fronts and of other workers
 relay, relay_process                       a front of a fleet: takes the place of its engine process
   front_uploads, fleet_operations          adapters and operators' requests on their way to all workers

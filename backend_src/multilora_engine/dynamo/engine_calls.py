@@ -32,7 +32,7 @@ from multilora_engine.process.operations import (
 )
 from multilora_engine.request import GenerationRequest, TokenOutput
 from multilora_engine.serving.front import new_id
-from multilora_wire.adapter_info import AdapterInfo
+from multilora_wire.adapter_info import AdapterInfo, Alias
 
 _Report = TypeVar("_Report")
 
@@ -47,6 +47,10 @@ class EngineOperator:
     async def list_adapters(self) -> list[AdapterInfo]:
         """The adapters of all tiers and all sources."""
         return (await self._ask(ListAdapters(), AdapterList)).adapters
+
+    async def list_aliases(self) -> list[Alias]:
+        """The aliases that the engine has."""
+        return (await self._ask(ListAdapters(), AdapterList)).aliases
 
     async def load(self, name: str) -> AdapterInfo:
         """Load the adapter that the engine or its sources have under a name into memory."""

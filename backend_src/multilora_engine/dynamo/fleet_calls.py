@@ -12,7 +12,9 @@ from multilora_engine.dynamo.adapters import FleetAdapters
 from multilora_engine.dynamo.cards import card_of
 from multilora_engine.dynamo.catalogue import FleetCatalogue
 from multilora_engine.dynamo.engine_calls import EngineCalls
+from multilora_engine.dynamo.fleet_aliases import WorkerAliases
 from multilora_engine.dynamo.fleet_messages import (
+    AliasTable,
     Announce,
     Carry,
     Describe,
@@ -23,7 +25,9 @@ from multilora_engine.dynamo.fleet_messages import (
     Found,
     FromWorker,
     Generate,
+    LearnAliases,
     PagesPiece,
+    ReadAliases,
     ReadNews,
     ReadPages,
     Said,
@@ -36,7 +40,15 @@ from multilora_engine.dynamo.page_store import pieces
 from multilora_engine.errors import AdapterNotFound, InternalError, InvalidRequest, RequestError
 from multilora_engine.lora.names import scoped_task_id, task_id_of
 from multilora_engine.process.messages import error_output
-from multilora_engine.process.operations import AdapterReport, LoadAdapter, PinAdapter, UnloadAdapter, UnpinAdapter
+from multilora_engine.process.operations import (
+    AdapterReport,
+    LoadAdapter,
+    PinAdapter,
+    RemoveAlias,
+    SetAlias,
+    UnloadAdapter,
+    UnpinAdapter,
+)
 from multilora_engine.request import TokenOutput
 
 _DONE = Said(TokenOutput("", [], "", finish_reason="stop"))
@@ -61,6 +73,7 @@ class FleetCalls:
         uploads: FleetUploads,
         adapters: FleetAdapters,
         catalogue: FleetCatalogue,
+        aliases: WorkerAliases,
         description: Described,
     ) -> None:
         self._calls = calls
@@ -68,6 +81,7 @@ class FleetCalls:
         self._uploads = uploads
         self._adapters = adapters
         self._catalogue = catalogue
+        self._aliases = aliases
         self._description = description
         self._module_names = description.info.adapter_layout.sites.part_names
 
@@ -113,6 +127,10 @@ class FleetCalls:
                 return Said(await self._carry(message))
             case EndRequests():
                 await self._operator.stop(message)
+            case LearnAliases(aliases):
+                await self._aliases.learn(aliases)
+            case ReadAliases():
+                return AliasTable(self._aliases.table.news)
             case Describe():
                 return self._description
             case _:
@@ -122,7 +140,9 @@ class FleetCalls:
     async def _generate(self, message: Generate, call_id: str) -> AsyncGenerator[FromWorker, None]:
         if message.upload is not None:
             await self._catalogue.learn(message.upload)
-        outputs = self._calls.generate(message.request, call_id, message.client_request_id, message.trace_id)
+        request_id = message.client_request_id or message.request.request_id
+        request = self._aliases.table.resolve(message.request, request_id)
+        outputs = self._calls.generate(request, call_id, message.client_request_id, message.trace_id)
         async with aclosing(outputs):
             async for output in outputs:
                 if output is not None:
@@ -139,6 +159,8 @@ class FleetCalls:
         match operation:
             case LoadAdapter() | PinAdapter() | UnpinAdapter() | UnloadAdapter():
                 return await self._carry_on(operation, message)
+            case SetAlias() | RemoveAlias():
+                return await self._aliases.change(message, operation)
             case _:
                 return await self._operator.carry(message)
 

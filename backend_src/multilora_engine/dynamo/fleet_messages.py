@@ -20,6 +20,7 @@ from multilora_engine.lora.names import TaskId, scoped_task_id
 from multilora_engine.process.messages import AdapterHeader, AdapterScope
 from multilora_engine.process.operations import Operation
 from multilora_engine.request import GenerationRequest, Sender, TokenOutput
+from multilora_wire.adapter_info import Alias
 
 PIECE_BYTES = 1 << 20
 """Weights travel in pieces of this size: Dynamo refuses messages of more than 32 MiB."""
@@ -138,11 +139,34 @@ class EndRequests(msgspec.Struct, frozen=True, tag=True):
     sender: Sender = Sender()
 
 
+class LearnAliases(msgspec.Struct, frozen=True, tag=True):
+    """Know of changed aliases. A name that was removed has no members."""
+
+    aliases: list[Alias]
+
+
+class ReadAliases(msgspec.Struct, frozen=True, tag=True):
+    """Send all aliases that you know, and the names that were removed."""
+
+
 class Describe(msgspec.Struct, frozen=True, tag=True):
     """Describe the model that you serve."""
 
 
-ToWorker = Generate | TakePiece | Announce | Forget | ReadNews | FindUpload | ReadPages | Carry | EndRequests | Describe
+ToWorker = (
+    Generate
+    | TakePiece
+    | Announce
+    | Forget
+    | ReadNews
+    | FindUpload
+    | ReadPages
+    | Carry
+    | EndRequests
+    | LearnAliases
+    | ReadAliases
+    | Describe
+)
 
 
 class Said(msgspec.Struct, frozen=True, tag=True):
@@ -171,7 +195,13 @@ class Described(msgspec.Struct, frozen=True, tag=True):
     block_size: int
 
 
-FromWorker = Said | Found | Forget | PagesPiece | Described
+class AliasTable(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `ReadAliases`."""
+
+    aliases: list[Alias]
+
+
+FromWorker = Said | Found | Forget | PagesPiece | Described | AliasTable
 
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

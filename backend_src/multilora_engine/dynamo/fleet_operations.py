@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from multilora_engine.dynamo.fleet_aliases import FleetAliases
 from multilora_engine.dynamo.fleet_messages import Carry, Described, FromWorker, Said
 from multilora_engine.dynamo.front_uploads import FrontUploads
 from multilora_engine.dynamo.workers import Workers, checked
@@ -33,16 +34,20 @@ from multilora_engine.process.operations import (
 )
 from multilora_engine.process.server import report_output
 from multilora_engine.request import TokenOutput
-from multilora_wire.adapter_info import AdapterInfo
+from multilora_wire.adapter_info import AdapterInfo, Alias
 
 _TIMEOUT_S = 120.0
 """A worker that loads an adapter may have to download it."""
 
 
 class FleetOperator:
-    """Carries out `load`, `unload`, `pin` and `unpin` on every worker that is there; `list` merges the lists of all."""
+    """Carries out `load`, `unload`, `pin` and `unpin` on every worker that is there; `list` merges the lists of all.
 
-    def __init__(self, workers: Workers, uploads: FrontUploads, description: Described) -> None:
+    One worker changes an alias for all. aliases: as this front knows them.
+    """
+
+    def __init__(self, workers: Workers, uploads: FrontUploads, description: Described, aliases: FleetAliases) -> None:
+        self.aliases = aliases
         self._workers = workers
         self._uploads = uploads
         self._description = description
@@ -59,7 +64,7 @@ class FleetOperator:
             case CombineAdapters():
                 raise Unsupported("sets of adapters in a fleet; combine the adapters' files, and send the sum")
             case SetAlias() | RemoveAlias():
-                raise Unsupported("aliases in a fleet; name one of the adapters")
+                return await self._change_alias(message)
             case SwitchWeights():
                 raise Unsupported("weights of a whole fleet; each worker has its own")
             case _:
@@ -78,11 +83,22 @@ class FleetOperator:
         carry = Carry(operation, message.scope, message.sender)
         texts = _texts(await self._workers.ask_all(carry, timeout_s=_TIMEOUT_S))
         if isinstance(operation, ListAdapters):
-            return AdapterList(_merged([msgspec.json.decode(text, type=AdapterList) for text in texts]))
+            lists = [msgspec.json.decode(text, type=AdapterList) for text in texts]
+            return AdapterList(_merged(lists), _merged_aliases(lists))
         report = msgspec.json.decode(texts[0], type=AdapterReport)
         if isinstance(operation, UnloadAdapter):
             self._uploads.forget(scoped_task_id(report.adapter.tenant, report.adapter.lora_task_id))
         return report
+
+    async def _change_alias(self, message: Operate) -> TokenOutput:
+        worker_ids = self._workers.by_chance()
+        if not worker_ids:
+            raise EngineUnavailable("the fleet has no worker; try again")
+        carry = Carry(message.operation, message.scope, message.sender)
+        answer = checked(await self._workers.ask(worker_ids[0], carry, _TIMEOUT_S))
+        assert isinstance(answer, Said), f"{type(answer).__name__} is no report"
+        await self.aliases.read(self._workers, worker_ids[0])
+        return msgspec.structs.replace(answer.output, request_id=message.request_id)
 
     async def _read(self, operation: LoadAdapter, message: Operate) -> None:
         """Make one worker read an adapter from its sources; the others get the same adapter from that worker."""
@@ -106,6 +122,16 @@ def _texts(answers: Sequence[FromWorker | RequestError]) -> list[str]:
     if others or not texts:
         raise (others or errors)[0]
     return texts
+
+
+def _merged_aliases(lists: Sequence[AdapterList]) -> list[Alias]:
+    """Of each alias the latest version that a worker knows."""
+    latest: dict[tuple[str, str], Alias] = {}
+    for alias in (alias for one in lists for alias in one.aliases):
+        key = (alias.tenant, alias.name)
+        if key not in latest or latest[key].version < alias.version:
+            latest[key] = alias
+    return [latest[key] for key in sorted(latest)]
 
 
 def _merged(lists: Sequence[AdapterList]) -> list[AdapterInfo]:

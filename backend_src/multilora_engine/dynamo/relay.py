@@ -190,6 +190,9 @@ class FleetRelay:
                 raise Unsupported("lora_path in a fleet; send the adapter's name to the model generation")
             worker_id = None
             if upload is None:
+                # Here, too: the router is asked for a worker that has the member.
+                call_id = message.client_request_id or message.requests[0].request_id
+                request = self._operator.aliases.resolve(request, call_id)
                 await self._uploads.settle(request.task_id)
             else:
                 picked = await asyncio.shield(upload)
@@ -248,7 +251,8 @@ class FleetRelay:
             )
         await self._uploads.take(message.adapter, message.lora_name, payload, self._router.pick_any)
         self._fronts.send(front, AdapterTaken(message.request_id))
-        done = TokenOutput(message.request_id, [], "", finish_reason="stop", lora_digest=message.adapter.digest)
+        digest, name = message.adapter.digest, message.lora_name
+        done = TokenOutput(message.request_id, [], "", finish_reason="stop", lora_digest=digest, lora_name=name)
         self._send(front, done)
 
     async def _stop(self, front: bytes, message: Stop) -> None:

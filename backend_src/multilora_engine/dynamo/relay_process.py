@@ -30,6 +30,7 @@ from dynamo.llm import KvRouter, KvRouterConfig, RoutingConstraints
 from dynamo.runtime import DistributedRuntime
 
 from multilora_engine.config import LEAST_HOST_TIER_BYTES, EngineConfig
+from multilora_engine.dynamo.fleet_aliases import FleetAliases
 from multilora_engine.dynamo.fleet_connection import FleetConnection, Link
 from multilora_engine.dynamo.fleet_messages import Describe, Described
 from multilora_engine.dynamo.fleet_operations import FleetOperator
@@ -88,7 +89,9 @@ async def _serve(launch: Launch, on_ready: Any) -> None:
     layout = info.adapter_layout
     uploads_bytes = int(config.lora.lora_cache_host_memory_bytes) or LEAST_HOST_TIER_BYTES
     uploads = FrontUploads(workers, uploads_bytes, layout.lora_dtype)
-    operator = FleetOperator(workers, uploads, msgspec.structs.replace(described, info=info))
+    aliases = FleetAliases()
+    operator = FleetOperator(workers, uploads, msgspec.structs.replace(described, info=info), aliases)
+    await aliases.read_any(workers)
     path = Path(launch.socket_path)
     has_ended = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -104,9 +107,10 @@ async def _serve(launch: Launch, on_ready: Any) -> None:
             relay.start()
             on_ready()
             logger.info("the fleet has %d workers", len(workers.ids))
-            keeping = loop.create_task(connection.keep())
+            tasks = [loop.create_task(connection.keep()), loop.create_task(aliases.follow(workers))]
             await _beat_until(has_ended, heartbeat)
-            keeping.cancel()
+            for task in tasks:
+                task.cancel()
     loop.remove_reader(sys.stdin.fileno())
     connection.close()
 

@@ -23,6 +23,7 @@ from multilora_engine.dynamo.answers import CANCELLED, END, Answer, Chunk, dynam
 from multilora_engine.dynamo.cards import AdapterCards
 from multilora_engine.dynamo.catalogue import FleetCatalogue, SourceReader
 from multilora_engine.dynamo.engine_calls import EngineCalls, EngineOperator
+from multilora_engine.dynamo.fleet_aliases import FleetAliases, WorkerAliases
 from multilora_engine.dynamo.fleet_calls import FleetCalls
 from multilora_engine.dynamo.fleet_messages import Described, ToWorker, read_worker_request, worker_chunk
 from multilora_engine.dynamo.fleet_uploads import FleetUploads
@@ -109,14 +110,17 @@ class DynamoWorker(LLMEngine):
         )
         catalogue = FleetCatalogue(uploads, self._adapters, workers, self._operator, reader, layout)
         self._calls = EngineCalls(self._client, self._loop, self._streams, uploads)
+        self._aliases = aliases = WorkerAliases(FleetAliases(), uploads, workers, self._operator)
         description = Described(self._info, self._options.model_name, engine.block_size)
-        self._fleet = FleetCalls(self._calls, self._operator, uploads, self._adapters, catalogue, description)
+        self._fleet = FleetCalls(self._calls, self._operator, uploads, self._adapters, catalogue, aliases, description)
         self._updates = SystemUpdates(catalogue, self._operator, lambda: self._adapters.cards, endpoint.connection_id())
         self._taints = ResidencyTaints(partial(update_model_taints, endpoint))
         await catalogue.hear_first_news()
+        await aliases.hear()
         self._is_ready.set()
         self._begin(self._scan_sources())
         self._begin(catalogue.follow_news())
+        self._begin(aliases.follow())
 
     async def generate(self, request: Mapping[str, Any], context: Any) -> AsyncGenerator[Chunk, None]:
         """The answer to a prompt, piece by piece. Raises the exceptions of errors.py."""
@@ -133,6 +137,7 @@ class DynamoWorker(LLMEngine):
     async def _answer_prompt(self, request: Mapping[str, Any], context: Any) -> AsyncGenerator[Chunk, None]:
         try:
             asked = engine_request(read_request(request), new_id(), self._info, is_probe(request))
+            asked = self._aliases.table.resolve(asked, context.id())
             answer = Answer(asked, self._tokenizer)
             outputs = self._calls.generate(asked, context.id(), context.id(), context.trace_id or "")
             async with aclosing(outputs):

@@ -115,13 +115,7 @@ class Aliases:
         task_id = request.task_id
         if task_id is None or (alias := self.get(task_id)) is None:
             return request
-        if request.lora_path:
-            raise InvalidRequest(f"lora_path is the place of an adapter, and {alias.name!r} is an alias; name a member")
-        if demanded := request.lora_expected_digest:
-            member = _member_of_digest(alias, demanded, digest_of)
-        else:
-            member = choose_member(alias, request.lora_session or call_id)
-        return msgspec.structs.replace(request, lora_task_id=task_id_of(member.name), lora_name=member.name)
+        return resolved(alias, request, call_id, digest_of)
 
     def _store(self) -> Future[None]:
         if self._disk is not None:
@@ -134,6 +128,19 @@ class Aliases:
 def task_id_of_alias(alias: Alias) -> TaskId:
     """The task id that an adapter of the alias's name would have. Raises InvalidRequest unless the name is plain."""
     return scoped_task_id(alias.tenant, task_id_of(alias.name))
+
+
+def resolved(
+    alias: Alias, request: GenerationRequest, call_id: str, digest_of: Callable[[TaskId], str]
+) -> GenerationRequest:
+    """A request by an alias as a request by the member that answers; see `Aliases.resolve`."""
+    if request.lora_path:
+        raise InvalidRequest(f"lora_path is the place of an adapter, and {alias.name!r} is an alias; name a member")
+    if demanded := request.lora_expected_digest:
+        member = _member_of_digest(alias, demanded, digest_of)
+    else:
+        member = choose_member(alias, request.lora_session or call_id)
+    return msgspec.structs.replace(request, lora_task_id=task_id_of(member.name), lora_name=member.name)
 
 
 def choose_member(alias: Alias, session: str) -> AliasMember:

@@ -15,7 +15,6 @@ from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.life_cycle import Level, Residency, Resident
 from multilora_engine.lora.names import TaskId, label_of, number_of, tenant_of
 from multilora_wire.adapter_info import AdapterInfo, Location, Status
-from multilora_wire.adapter_use import parse_use
 
 _STATUS: dict[Device, tuple[Status, Location]] = {
     Device.ABSENT: ("DOWNLOADED", "HOST"),
@@ -97,7 +96,6 @@ class Inventory:
             is_dora="DoRA" in adapter.kinds,
             kinds=adapter.kinds,
             members=adapter.traits.members,
-            use=parse_use(adapter.traits.use).describe(),
         )
 
 
@@ -127,5 +125,4 @@ def _describe_file(adapter: DiskAdapter) -> AdapterInfo:
         is_dora="DoRA" in adapter.kinds,
         kinds=adapter.kinds,
         members=adapter.traits.members,
-        use=parse_use(adapter.traits.use).describe(),
     )

@@ -127,7 +127,7 @@ class AdapterOperator:
             case CombineAdapters():
                 return self._combine(operation)
             case SetAlias():
-                alias = Alias(operation.name, operation.members, operation.tenant)
+                alias = Alias(operation.name, operation.members, operation.tenant, operation.version)
                 change = _AliasChange(alias, self._remote.list_sources(), self._set_alias)
                 return PendingReport(change.is_ready, change.report)
             case RemoveAlias():

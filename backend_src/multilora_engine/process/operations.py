@@ -121,12 +121,14 @@ class CombineAdapters(_OnAdapter, frozen=True, tag="combine"):
 class SetAlias(_Operation, frozen=True, tag="alias"):
     """Have requests by a name answered by adapters of the same owner, by weight. Requests in flight go on as they are.
 
-    The members need not be cached. tenant: the owner, empty if the alias belongs to none.
+    The members need not be cached. tenant: the owner, empty if the alias belongs to none. version: as of `Alias`; a
+    fleet sets it.
     """
 
     name: str
     members: tuple[AliasMember, ...]
     tenant: str = ""
+    version: int = 0
 
 
 class RemoveAlias(_Operation, frozen=True, tag="unalias"):

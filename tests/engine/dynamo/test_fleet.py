@@ -13,12 +13,15 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from hypothesis import given
+from hypothesis import strategies as st
 from support.adapters import wire_adapter
 from support.fake_engine import HOLD, INFO
 from support.fake_fleet import LAYOUT, FakeClient, FakeContext, FakeFleet
 from support.fronts import RecordingListener, generation_request
 
 from multilora_engine.dynamo import front_uploads
+from multilora_engine.dynamo.fleet_aliases import FleetAliases
 from multilora_engine.dynamo.fleet_messages import (
     NEW_VERSION,
     Announce,
@@ -37,6 +40,7 @@ from multilora_engine.dynamo.fleet_uploads import FleetUploads, UploadLost
 from multilora_engine.dynamo.front_uploads import FrontUploads
 from multilora_engine.dynamo.page_store import PageStore, pieces
 from multilora_engine.dynamo.relay import FleetRelay
+from multilora_engine.dynamo.residency_taints import preferred_taints
 from multilora_engine.dynamo.workers import Workers
 from multilora_engine.errors import InvalidRequest, RelayedError
 from multilora_engine.lora.format import content_digest, pack_adapter
@@ -47,14 +51,18 @@ from multilora_engine.process.liveness import DrainOrder, drained_file
 from multilora_engine.process.messages import adapter_header, adapter_payload
 from multilora_engine.process.operations import (
     AdapterList,
+    AliasReport,
     ListAdapters,
     LoadAdapter,
     Operation,
     PinAdapter,
     ReadStats,
+    RemoveAlias,
+    SetAlias,
     UnloadAdapter,
 )
 from multilora_engine.request import TokenOutput
+from multilora_wire.adapter_info import Alias, AliasMember
 
 
 def packed(seed: int = 0, traits: AdapterTraits = NO_TRAITS) -> PackedAdapter:
@@ -116,7 +124,7 @@ async def served(fleet: FakeFleet, path: Path, max_bytes: int = 1 << 22) -> Asyn
     workers = Workers(FakeClient(fleet), FakeContext)
     router = FleetRouter(fleet, workers, dict)
     uploads = FrontUploads(workers, max_bytes, LAYOUT.lora_dtype)
-    operator = FleetOperator(workers, uploads, Described(INFO, "tiny", 16))
+    operator = FleetOperator(workers, uploads, Described(INFO, "tiny", 16), FleetAliases())
     socket_path = path / "engine.sock"
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket, closing(DrainOrder(socket_path)) as drain:
         socket.set(zmq.LINGER, 0)
@@ -607,6 +615,117 @@ def test_operations_concern_every_worker(tmp_path: Path) -> None:
             assert (await front.operate(ListAdapters())).error_code == "UNAVAILABLE"
 
     run(test())
+
+
+CHAT = (AliasMember("chat-v7", 0), AliasMember("chat-v8", 1))
+
+
+async def put_members(front: Front) -> dict[str, str]:
+    """Sends the adapters of `CHAT`. Their digests."""
+    adapters = {member.name: packed(seed) for seed, member in enumerate(CHAT)}
+    for name, adapter in adapters.items():
+        assert (await front.put(task_id_of(name), adapter, name)).error_code is None
+    return {name: adapter.digest for name, adapter in adapters.items()}
+
+
+async def digest_by(front: Front, name: str, **options: Any) -> str:
+    """The digest of the adapter that answers a request by a name, or the code of the error."""
+    listener, request = RecordingListener(), generation_request("r", [5], lora_task_id=task_id_of(name))
+    asked = msgspec.structs.replace(request, lora_name=name, **options)
+    front.client.generate(listener, [asked])
+    final = (await asyncio.to_thread(listener.wait))[-1]
+    return final.error_code or final.lora_digest
+
+
+def test_an_alias_that_is_set_at_a_front_is_known_to_all_workers_and_fronts(tmp_path: Path) -> None:
+    async def test() -> None:
+        fleet = FakeFleet(3)
+        (tmp_path / "other").mkdir()
+        async with served(fleet, tmp_path) as front, served(fleet, tmp_path / "other") as other:
+            digests = await put_members(front)
+            made = msgspec.json.decode((await front.operate(SetAlias("chat", CHAT))).text, type=AliasReport).alias
+            assert (made.members, made.version > 0) == (CHAT, True)
+            for worker in fleet.workers.values():
+                assert worker.aliases.table.news == [made]
+                assert worker.alias_operations == [SetAlias("chat", CHAT, version=made.version)]
+            # The other front has not heard of it: its worker resolves the alias.
+            for door in (front, other) * 3:
+                assert await digest_by(door, "chat") == digests["chat-v8"]
+            assert fleet.constraints[-2] == preferred_taints("chat-v8"), "the router is asked for the member"
+            assert await digest_by(front, "chat", lora_expected_digest=digests["chat-v7"]) == "UNSUPPORTED"
+            moved = (AliasMember("chat-v7", 1),)
+            assert (await other.operate(SetAlias("chat", moved))).error_code is None
+            assert await digest_by(other, "chat") == digests["chat-v7"]
+            listed = msgspec.json.decode((await front.operate(ListAdapters())).text, type=AdapterList).aliases
+            assert [alias.members for alias in listed] == [moved]
+            await front.relay._operator.aliases.read_any(Workers(FakeClient(fleet), FakeContext))
+            assert await digest_by(front, "chat") == digests["chat-v7"]
+            assert (await front.operate(SetAlias("chat-v7", CHAT[1:]))).error_code == "ALREADY_EXISTS"
+            assert (await other.operate(RemoveAlias("chat"))).error_code is None
+            assert (await other.operate(RemoveAlias("chat"))).error_code == "NOT_FOUND"
+            assert await digest_by(other, "chat") == "NOT_FOUND"
+            assert {type(worker.alias_operations[-1]) for worker in fleet.workers.values()} == {RemoveAlias}
+            fleet.workers.clear()
+            assert (await front.operate(SetAlias("chat", CHAT))).error_code == "UNAVAILABLE"
+
+    run(test())
+
+
+def test_a_worker_that_is_new_or_was_cut_off_hears_of_aliases_and_of_those_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        monkeypatch.setattr("multilora_engine.dynamo.fleet_aliases._INTERVAL_S", 0.0)
+        fleet = FakeFleet(2)
+        async with served(fleet, tmp_path) as front:
+            digests = await put_members(front)
+            fleet[2].is_cut_off = True
+            while (await front.operate(SetAlias("chat", CHAT))).error_code == "UNAVAILABLE":
+                """The front asks a worker by chance."""
+            assert fleet[2].aliases.table.news == []
+            fleet[2].is_cut_off = False
+            following = asyncio.create_task(fleet[2].aliases.follow())
+            while fleet[2].aliases.table.news != fleet[1].aliases.table.news:
+                await asyncio.sleep(0)
+            assert fleet[2].alias_operations[-1].name == "chat"
+            new = fleet.start(3)
+            await new.aliases.hear()
+            assert new.aliases.table.news == fleet[1].aliases.table.news
+            stale, own = Alias("chat", CHAT[:1], version=1), Alias("talk", CHAT, version=1)
+            new.stored = [stale, own]
+            new_follows = asyncio.create_task(new.aliases.follow())
+            while fleet[2].aliases.table.get(task_id_of("talk")) != own:
+                await asyncio.sleep(0)
+            new_follows.cancel()
+            chat = new.aliases.table.get(task_id_of("chat"))
+            assert chat is not None
+            assert new.alias_operations[-1] == SetAlias("chat", CHAT, version=chat.version), "stored before the change"
+            assert await digest_by(front, "chat") == digests["chat-v8"]
+            fleet[2].is_cut_off = True
+            while (await front.operate(RemoveAlias("chat"))).error_code == "UNAVAILABLE":
+                """The same."""
+            fleet[2].is_cut_off = False
+            while fleet[2].aliases.table.get(task_id_of("chat")) is not None:
+                await asyncio.sleep(0)
+            following.cancel()
+            assert fleet[2].alias_operations[-1] == RemoveAlias("chat")
+
+    run(test())
+
+
+@given(st.permutations(range(6)), st.permutations(range(6)))
+def test_workers_that_have_heard_the_same_aliases_in_any_order_know_the_same(one: list[int], other: list[int]) -> None:
+    """Two changes at the same time, and a removal among them."""
+    changes = [
+        Alias("chat", CHAT[i % 2 :] if i != 3 else (), version=i // 2) if i < 5 else Alias("talk", CHAT, version=1)
+        for i in range(6)
+    ]
+    tables = FleetAliases(), FleetAliases()
+    for table, order in zip(tables, (one, other), strict=True):
+        for index in order:
+            table.learn(changes[index])
+    assert sorted(map(repr, tables[0].news)) == sorted(map(repr, tables[1].news))
+    assert {alias.version for alias in tables[0].news if alias.name == "chat"} == {2}
 
 
 def test_a_version_is_unloaded_by_its_digest_and_other_operations_by_digest_are_refused_by_name(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from multilora_engine.errors import (
     RequestError,
     SourceUnavailable,
 )
-from multilora_engine.lora.folder_use import UseReader
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.sources.packing import largest_adapter_bytes, pack_directory
 from multilora_engine.lora.sources.source import (
@@ -67,13 +66,11 @@ class AdapterFetcher:
         layout: AdapterLayout,
         base_model: Path,
         num_threads: int = NUM_THREADS,
-        uses: UseReader | None = None,
     ) -> None:
-        """base_model: the checkpoint that the adapters are for. uses: as of `pack_directory`."""
+        """base_model: the checkpoint that the adapters are for."""
         self._sources = sources
         self._layout = layout
         self._base_model = base_model
-        self._uses = uses
         self._max_bytes = largest_adapter_bytes(layout)
         self._fetchers = DaemonThreads(num_threads, "adapter-fetch")
         # A thread apart, so that no list of adapters waits for downloads.
@@ -125,7 +122,7 @@ class AdapterFetcher:
         started = time.perf_counter()
         try:
             with _failing_alone(name, key, NotThere, Unusable, Unreachable), open_source() as adapter:
-                packed = pack_directory(adapter, self._layout, self._base_model, self._uses)
+                packed = pack_directory(adapter, self._layout, self._base_model)
         except Unusable as error:
             raise AdapterUnusable(str(key), name, str(error)) from error
         except Unreachable as error:
