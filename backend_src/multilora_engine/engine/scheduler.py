@@ -200,13 +200,15 @@ class Scheduler:
     def commit(self, step: list[ScheduledSequence]) -> None:
         """A scheduled step has been computed: the blocks it wrote to the KV cache may be found by other sequences.
 
-        Sequences that have ended or were preempted meanwhile have no blocks any more.
+        Sequences that have ended or were preempted meanwhile have no blocks any more, or, if they have started again,
+        others: what these lack is not known yet.
         """
         for scheduled in step:
-            if scheduled.sequence.block_table.length:
-                if scheduled.encodes_source:
-                    self._blocks.commit_source(scheduled.sequence)
-                self._blocks.commit(scheduled.sequence, scheduled.start, scheduled.start + scheduled.num_tokens)
+            sequence, end = scheduled.sequence, scheduled.start + scheduled.num_tokens
+            if sequence.block_table.length and end <= sequence.num_computed_tokens:
+                if scheduled.encodes_source and not sequence.num_missing_source_tokens:
+                    self._blocks.commit_source(sequence)
+                self._blocks.commit(sequence, scheduled.start, end)
 
     def branch(self, sequence: Sequence, before: list[Sequence], parents: list[int]) -> list[BlockCopy]:
         """Let the beams of a search go on: beam i where beam parents[i] of `before` is. The blocks to copy.

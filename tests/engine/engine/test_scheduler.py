@@ -233,7 +233,7 @@ SEARCH = st.tuples(
 """With up to three beams, most of them with a source: at the most all of twelve blocks."""
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     arrivals=st.lists(ARRIVAL, min_size=1, max_size=MAX_ARRIVALS) | st.lists(SEARCH, min_size=1, max_size=MAX_ARRIVALS),
     num_blocks=st.integers(12, 30),
@@ -585,6 +585,25 @@ def test_a_step_that_was_not_computed_is_not_reused() -> None:
     world.add(16, 4)
     (scheduled,) = world.step()
     assert scheduled.start == 0
+
+
+@pytest.mark.parametrize("source_len", [0, 8])
+def test_a_step_before_a_preemption_makes_nothing_known_of_the_blocks_after_it(source_len: int) -> None:
+    world = World(num_blocks=12, budget=12, encoder_budget=8)
+    one = world.add(12, 4, source_len=source_len)
+    before = world.scheduler.schedule()
+    assert [s.num_tokens for s in before] == [12]
+    world.scheduler._preempt(one)
+    world.scheduler._max_num_batched_tokens = 2
+    after = world.scheduler.schedule()
+    assert [s.num_tokens for s in after] == [2]
+    world.compute(after)
+    world.scheduler.commit(before)
+    world.scheduler.commit(after)
+    other = world.add(12, 4, source_len=source_len)
+    world.scheduler._max_num_batched_tokens = 12
+    (scheduled,) = [s for s in world.scheduler.schedule() if s.sequence is other]
+    assert (scheduled.start, scheduled.encodes_source) == (0, False)
 
 
 def test_an_adapter_with_one_request_waits_for_no_long_queue_of_another() -> None:
