@@ -173,11 +173,20 @@ class SourceRunner:
     """Feeds sources and sequences through a model. Blocks are handed out in random order; the cache starts as NaN."""
 
     def __init__(
-        self, model: Model, tables: LoRATables | None = None, num_blocks: int = 96, block_size: int = 4, seed: int = 0
+        self,
+        model: Model,
+        tables: LoRATables | None = None,
+        num_blocks: int = 96,
+        block_size: int = 4,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        shape = only_group(model.kv_groups).cache_shape(num_blocks * block_size, model.dtype)
+        """dtype: of the cache, None for the model's."""
+        dtype = dtype or model.dtype
+        shape = only_group(model.kv_groups).cache_shape(num_blocks * block_size, dtype)
         self._model, self._tables, self._block_size = model, tables, block_size
-        self._cache = KVCache(*(torch.full(shape, float("nan"), dtype=model.dtype) for _ in range(2)))
+        poison = float("nan") if dtype.is_floating_point else -1
+        self._cache = KVCache(*(torch.full(shape, poison, dtype=dtype) for _ in range(2)))
         self._free = list(range(num_blocks))
         random.Random(seed).shuffle(self._free)
 

@@ -61,8 +61,8 @@ def _add(norm: Norm, x: torch.Tensor, update: torch.Tensor) -> tuple[torch.Tenso
 class SourceInputs:
     """The inputs that all layers of an encoder share.
 
-    lens: tokens of each source, one source after another. biases: added to each source's scores,
-    [num_heads, len, len]; None for each source of a model without.
+    lens: tokens of each source, one source after another. biases: of each source's scores (`SourceBias`); None for each
+    source of a model without.
     """
 
     lens: Sequence[int]
@@ -92,8 +92,9 @@ class EncoderAttention:
     def _attended(self, qkv: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """One source alone, copied: the bits of a product may depend on its size and on its place in memory."""
         q, k, v = qkv.unflatten(1, self._heads).permute(1, 2, 0, 3).contiguous().unsqueeze(1).unbind()
-        mask = None if bias is None else bias[None]
-        heads = F.scaled_dot_product_attention(q, k, v, mask, scale=self._scale)
+        if bias is not None:
+            k, v, bias = k.flip(2), v.flip(2), bias[None]
+        heads = F.scaled_dot_product_attention(q, k, v, bias, scale=self._scale)
         return heads[0].transpose(0, 1).flatten(1)
 
 
@@ -188,7 +189,7 @@ class SourceBias(Protocol):
     """Biases of an encoder's scores."""
 
     def of_source(self, num_tokens: int) -> torch.Tensor:
-        """[num_heads, num_tokens, num_tokens], by query and key, in the type of queries."""
+        """[num_heads, num_tokens, num_tokens], by query and key, the last key first. In the type of queries."""
         ...
 
 

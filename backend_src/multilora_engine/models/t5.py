@@ -77,9 +77,13 @@ class SourceDistanceBias:
         builder.tensors[_bias_name(builder, builder.config.num_layers)] = self._place
 
     def of_source(self, num_tokens: int) -> torch.Tensor:
-        places = torch.arange(num_tokens, device=self._place.of_distances.device)
-        offsets = (places - places[:, None]).clamp_(-self._farthest, self._farthest)
-        return self._place.of_distances[:, offsets + self._farthest].to(self._dtype)
+        """A view of 2 num_tokens - 1 numbers a head: query i and key num_tokens - 1 - j have number i + j."""
+        offsets = torch.arange(num_tokens - 1, -num_tokens, -1, device=self._place.of_distances.device)
+        columns = offsets.clamp_(-self._farthest, self._farthest) + self._farthest
+        biases = self._place.of_distances.index_select(1, columns).to(self._dtype)
+        view = biases.as_strided((len(biases), num_tokens, num_tokens), (biases.shape[1], 1, 1))
+        # PyTorch's attention on a GPU takes rows at multiples of 16 bytes only.
+        return view if view.device.type == "cpu" else view.contiguous()
 
 
 def _bucket_of(distances: torch.Tensor, buckets: DistanceBuckets) -> torch.Tensor:

@@ -87,6 +87,22 @@ def test_each_linear_of_both_stacks_takes_the_adapter_of_its_own_row(name: str, 
         assert one.equal(among)
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("name", ["t5", "mbart"])
+def test_bits_in_bfloat16_are_the_same_alone_as_in_any_batch(
+    name: str, cache_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Also over a cache of codes, which are near to the floats."""
+    make_model(name).save_pretrained(tmp_path)
+    model = load_model(tmp_path, placement(torch.bfloat16))
+    chunks = [(1 + 7 * i, [1 + i % 4, 1, 1, 2]) for i in range(8)]
+    found, exact = (run(SourceRunner(model, dtype=kind), decodings_of(chunks), chunks) for kind in (cache_dtype, None))
+    for i, (decoding, logits, near) in enumerate(zip(decodings_of(chunks), found, exact, strict=True)):
+        (alone,) = run(SourceRunner(model, dtype=cache_dtype, seed=3), [decoding], [chunks[i]])
+        assert alone.equal(logits)
+        assert (logits - near).square().mean() < 0.01 * near.square().mean()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["t5 v1.1", "bart"])
 def test_half_precision_is_as_near_to_float32_as_transformers_is(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
