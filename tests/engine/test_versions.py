@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from msgspec.structs import replace
 from support.engines import Answer, assert_idle
+from support.fronts import TIMEOUT_S, RecordingListener
 from support.oracle import ATTENTION, MLP, Oracle, packed, tiny_llama_oracle
+from support.served_engine import served
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import AdapterVersionNotFound, InvalidRequest
+from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora.names import SetMember, checked_members, set_task_id, task_id_of
 from multilora_engine.lora_config import LoRAConfig
-from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_engine.process.client import EngineClient
+from multilora_engine.process.operations import ListAdapters, LoadAdapter, Operation, UnloadAdapter
+from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
 
 NOWHERE = "0" * 32
 """A digest that no adapter has."""
@@ -170,3 +182,261 @@ def test_a_digest_without_an_adapter_is_refused(engine: Engine) -> None:
     with pytest.raises(InvalidRequest, match="lora_expected_digest without an adapter; send lora_task_id or lora_name"):
         engine.add_request(request(digest=NOWHERE))
     assert_idle(engine)
+
+
+PROMPT = [5, 17, 200, 3, 44, 8]
+NUM_VERSIONS = 4
+NAMES = ("a", "b", "c", "d", "e")
+"""More than fit in memory."""
+SOURCED = "s"
+"""The name that a source has, too."""
+PAGE_BYTES = 1 << 18
+"""An adapter of the tiny model has one page."""
+
+
+class World:
+    """A served engine with a disk tier and a source, which can be started anew.
+
+    digests, answers: of each version, by its number; the answers are those of transformers with PEFT.
+    """
+
+    def __init__(self, directory: Path, tokenizer: Path, on_conflict: str) -> None:
+        self.on_conflict = on_conflict
+        oracle, self._checkpoint = tiny_llama_oracle(directory)
+        for number in range(NUM_VERSIONS):
+            oracle.add_random(f"version-{number}", 32 + number, ATTENTION + MLP, seed=number)
+        self.folders = list(oracle.adapters.values())
+        self.source = directory / "source"
+        self.source.mkdir()
+        self._directory, self._tokenizer = directory, tokenizer
+        layout = checkpoint_layout(self._checkpoint, 64, "float32")
+        self.packed = [packed(folder, layout) for folder in self.folders]
+        self.digests = [adapter.digest for adapter in self.packed]
+        options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        answers = [oracle.generate(name, PROMPT, **options)[0, len(PROMPT) :].tolist() for name in oracle.adapters]
+        self.answers = dict(zip(self.digests, answers, strict=True))
+        assert len({tuple(answer) for answer in answers}) == NUM_VERSIONS, "answers do not tell versions apart"
+        self._running = ExitStack()
+        self.start()
+
+    def start(self) -> None:
+        lora = {
+            "lora_sources": [{"source": "directory", "root": str(self.source)}],
+            "lora_cache_host_memory_bytes": 3 * PAGE_BYTES,
+            "lora_cache_dir": str(self._directory / "cache"),
+            "max_loras": 2,
+            "lora_on_conflict": self.on_conflict,
+        }
+        config = EngineConfig(
+            model_path=self._checkpoint,
+            tokenizer_path=self._tokenizer,
+            num_threads=1,
+            kv_cache_memory_bytes=1 << 20,
+            lora=LoRAConfig.model_validate(lora),
+        )
+        self.engine = self._running.enter_context(closing(Engine(config)))
+        socket = self._directory / "engine.sock"
+        self._running.enter_context(served(self.engine, socket))
+        self.client = self._running.enter_context(closing(EngineClient(socket)))
+        self.client.wait_until_ready(TIMEOUT_S)
+
+    def end(self) -> None:
+        self._running.pop_all().close()
+
+    def ask(self, name: str, digest: str = "", sent: int | None = None) -> Callable[[], list[TokenOutput]]:
+        """Send a request, perhaps with a version's weights. The function waits for its outputs."""
+        listener, task_id = RecordingListener(), task_id_of(name)
+        sampling = SamplingParams(max_tokens=8, end_id=-1)
+        asked = GenerationRequest("r", PROMPT, sampling, task_id, lora_name=name, lora_expected_digest=digest)
+        asked = replace(asked, request_id=f"r{id(listener)}")
+        self.client.generate(listener, [asked], adapter=None if sent is None else (task_id, self.packed[sent]))
+        return listener.wait
+
+    def put(self, name: str, version: int, expected_digest: str = "") -> Callable[[], list[TokenOutput]]:
+        listener = RecordingListener()
+        self.client.put_adapter(
+            listener,
+            f"p{id(listener)}",
+            task_id_of(name),
+            self.packed[version],
+            name,
+            expected_digest=expected_digest,
+        )
+        return listener.wait
+
+    def operate(self, operation: Operation) -> Callable[[], list[TokenOutput]]:
+        listener = RecordingListener()
+        self.client.operate(listener, f"o{id(listener)}", operation)
+        return listener.wait
+
+    def give_source(self, version: int) -> None:
+        """Exchange the source's folder for another version."""
+        shutil.rmtree(self.source / SOURCED, ignore_errors=True)
+        shutil.copytree(self.folders[version], self.source / SOURCED)
+
+
+Step = tuple[str, str, int, str]
+"""An action, its name, its version, and the digest that goes with it: none, that of the version which the name means,
+that of the action's version, or that of no version.
+"""
+
+actions = st.sampled_from(["put", "unload", "ask", "ask with weights"])
+digests_of_steps = st.sampled_from(["none", "present", "version", "nowhere"])
+versions = st.integers(0, NUM_VERSIONS - 1)
+steps = st.tuples(actions, st.sampled_from(NAMES), versions, digests_of_steps)
+
+
+class VersionsMachine(RuleBasedStateMachine):
+    """Sends actions at once and compares each answer with a model of what names mean.
+
+    meaning: of each name that is known, the digest. The engine takes the messages of one front in their order, so that
+    the model follows them one by one.
+    """
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+        self.meaning: dict[str, str] = {}
+        self.in_source = ""
+
+    @initialize(version=versions)
+    def begin(self, version: int) -> None:
+        for info in self.listed():
+            self.world.operate(UnloadAdapter(info["lora_task_id"]))()
+        self.exchange_folder(version)
+
+    def listed(self) -> list[dict[str, Any]]:
+        """The adapters that the engine has."""
+        listed: list[dict[str, Any]] = json.loads(self.world.operate(ListAdapters())()[-1].text)["adapters"]
+        return [info for info in listed if info["location"] != "REMOTE"]
+
+    @rule(batch=st.lists(steps, min_size=1, max_size=6))
+    def at_once(self, batch: list[Step]) -> None:
+        checks = [self.send(*step) for step in batch]
+        for check in checks:
+            check()
+
+    def send(self, action: str, name: str, version: int, which: str) -> Callable[[], None]:
+        """Send one action. The function waits for the answer, and compares it with the model."""
+        # An expectation is made of the model as it is when the batch is sent: the batch itself may change it.
+        new = self.world.digests[version]
+        digest = {"none": "", "present": self.meaning.get(name, ""), "version": new, "nowhere": NOWHERE}[which]
+        match action:
+            case "put":
+                return partial(self.check_put, self.world.put(name, version, digest), name, new, digest)
+            case "unload":
+                operation = UnloadAdapter(name=name, expected_digest=digest or None)
+                return partial(self.check_unload, self.world.operate(operation), name, digest)
+            case "ask":
+                return partial(self.check_answer, self.world.ask(name, digest), name, digest)
+            case _:
+                return partial(self.check_sent, self.world.ask(name, digest, version), name, new, digest)
+
+    def replaces(self, name: str, new: str) -> bool:
+        """Whether `lora_on_conflict` lets a version take the place of the one that the name means."""
+        return self.world.on_conflict == "replace" or self.meaning.get(name, new) == new
+
+    def check_put(self, wait: Callable[[], list[TokenOutput]], name: str, new: str, expected: str) -> None:
+        final = wait()[-1]
+        if expected not in ("", self.meaning.get(name, "")) or not self.replaces(name, new):
+            assert final.error_code == "ALREADY_EXISTS"
+        else:
+            assert (final.error_code, final.lora_digest) == (None, new)
+            self.meaning[name] = new
+
+    def check_unload(self, wait: Callable[[], list[TokenOutput]], name: str, expected: str) -> None:
+        final, present = wait()[-1], self.meaning.get(name)
+        if present is None:
+            assert final.error_code == "NOT_FOUND"
+        elif expected not in ("", present):
+            assert final.error_code == "ALREADY_EXISTS"
+            assert expected in str(final.error_message)
+            assert present in str(final.error_message)
+        else:
+            assert json.loads(final.text)["adapter"]["digest"] == present
+            del self.meaning[name]
+
+    def check_answer(self, wait: Callable[[], list[TokenOutput]], name: str, demanded: str) -> None:
+        outputs, present = wait(), self.meaning.get(name)
+        if present is None and name == SOURCED and demanded in ("", self.in_source):
+            present = self.meaning[name] = self.in_source
+        if present is None or demanded not in ("", present):
+            assert outputs[-1].error_code == "NOT_FOUND"
+        else:
+            self.check_tokens(outputs, present)
+
+    def check_sent(self, wait: Callable[[], list[TokenOutput]], name: str, new: str, demanded: str) -> None:
+        outputs = wait()
+        if demanded not in ("", new):
+            assert outputs[-1].error_code == "NOT_FOUND"
+        elif not self.replaces(name, new):
+            assert outputs[-1].error_code == "ALREADY_EXISTS"
+        else:
+            self.meaning[name] = new
+            self.check_tokens(outputs, new)
+
+    def check_tokens(self, outputs: list[TokenOutput], digest: str) -> None:
+        """The answer is the version's, by its tokens, too."""
+        assert outputs[-1].error_code is None, outputs[-1].error_message
+        assert outputs[-1].lora_digest == digest
+        assert [token for output in outputs for token in output.token_ids] == self.world.answers[digest]
+
+    @rule(version=versions)
+    def exchange_folder(self, version: int) -> None:
+        self.world.give_source(version)
+        self.in_source = self.world.digests[version]
+
+    @rule(version=versions, which=digests_of_steps)
+    def ask_source(self, version: int, which: str) -> None:
+        self.send("ask", SOURCED, version, which)()
+
+    @rule(version=versions, which=digests_of_steps)
+    def unload_source(self, version: int, which: str) -> None:
+        self.send("unload", SOURCED, version, which)()
+
+    @rule(name=st.sampled_from((*NAMES, SOURCED)), version=versions, which=digests_of_steps, has_path=st.booleans())
+    def load(self, name: str, version: int, which: str, has_path: bool) -> None:
+        present, new = self.meaning.get(name), self.world.digests[version]
+        digest = {"none": None, "present": present, "version": new, "nowhere": NOWHERE}[which]
+        path = str(self.world.source / SOURCED) if has_path else ""
+        final = self.world.operate(LoadAdapter(name=name, path=path, expected_digest=digest))()[-1]
+        if digest is not None and digest != present:
+            assert final.error_code == "ALREADY_EXISTS"
+            return
+        if has_path and not self.replaces(name, self.in_source):
+            assert final.error_code == "ALREADY_EXISTS"
+            return
+        if has_path or (present is None and name == SOURCED):
+            self.meaning[name] = self.in_source
+        if name in self.meaning:
+            assert final.error_code is None, final.error_message
+            assert json.loads(final.text)["adapter"]["digest"] == self.meaning[name]
+        else:
+            assert final.error_code == "NOT_FOUND"
+
+    @rule()
+    def start_anew(self) -> None:
+        """The disk tier has every version that names mean, and no other."""
+        self.world.end()
+        self.world.start()
+
+    @invariant()
+    def every_name_means_what_the_model_says(self) -> None:
+        assert {info["name"]: info["digest"] for info in self.listed()} == self.meaning
+
+
+@pytest.mark.parametrize("on_conflict", ["replace", "refuse"])
+@pytest.mark.parametrize(
+    "max_examples", [2, pytest.param(60, marks=pytest.mark.long(reason="60 histories of 25 steps, with restarts"))]
+)
+def test_no_answer_is_by_a_version_that_its_request_did_not_allow(
+    on_conflict: str, max_examples: int, default_model_dir: Path, tmp_path: Path
+) -> None:
+    world = World(tmp_path, default_model_dir, on_conflict)
+    try:
+        run_state_machine_as_test(
+            lambda: VersionsMachine(world),
+            settings=settings(max_examples=max_examples, stateful_step_count=25, deadline=None),
+        )
+    finally:
+        world.end()

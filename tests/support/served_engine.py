@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from multilora_engine.process.liveness import DrainOrder, Heartbeat, heartbeat_file
-from multilora_engine.process.server import serve
+from multilora_engine.process.server import ServedEngine, serve
 from multilora_engine.process.telemetry import AdapterUsage
 from support.fake_engine import FakeEngine
 from support.fronts import TIMEOUT_S
@@ -24,7 +24,7 @@ def new_heartbeat(interval_s: float | None = None) -> Heartbeat:
 
 
 @contextmanager
-def served(engine: FakeEngine, socket_path: Path, heartbeat: Heartbeat | None = None) -> Iterator[DrainOrder]:
+def served(engine: ServedEngine, socket_path: Path, heartbeat: Heartbeat | None = None) -> Iterator[DrainOrder]:
     """Serve `engine` at `socket_path` until the context ends; it takes no more requests when the order is given."""
     heartbeat = heartbeat or new_heartbeat()
     parent_fd, writer_fd = os.pipe()
@@ -41,7 +41,8 @@ def served(engine: FakeEngine, socket_path: Path, heartbeat: Heartbeat | None = 
         try:
             yield drain
         finally:
-            engine.step_gate.set()
+            if isinstance(engine, FakeEngine):
+                engine.step_gate.set()
             os.close(writer_fd)
             thread.join(TIMEOUT_S)
             os.close(parent_fd)
