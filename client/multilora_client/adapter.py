@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from multilora_client.errors import AdapterError, InvalidRequest
 from multilora_wire.adapter_origin import AdapterOrigin, WrongBaseModel
+from multilora_wire.adapter_use import UseError, join_use_files, read_use_files
 from multilora_wire.converted_files import (
     CONFIG_FILE,
     STORED_BFLOAT16,
@@ -49,6 +50,7 @@ class AdapterTensors:
     config: int32 `[rows, 3]` or `[rows, 4]`.
     origin: the model that the adapter was made for, which a client compares with the server's before it sends the
         weights; None where nobody knows it. No part of the content.
+    use: the folder's files on the adapter's use, as of `join_use_files`; empty without any.
     Raises AdapterError when they do not fit each other.
     """
 
@@ -56,6 +58,7 @@ class AdapterTensors:
     config: npt.NDArray[np.int32]
     dtype: AdapterDtype
     origin: AdapterOrigin | None = None
+    use: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         if self.weights.dtype != NUMPY_DTYPES[self.dtype]:
@@ -80,12 +83,13 @@ class AdapterTensors:
         digest = hashlib.sha256(f"{self.dtype} {self.weights.shape} {self.config.shape}".encode())
         digest.update(np.ascontiguousarray(self.config).data)
         digest.update(np.ascontiguousarray(self.weights).data)
+        digest.update(self.use)
         return digest.digest()
 
     @property
     def nbytes(self) -> int:
         """Bytes on the wire, padding included."""
-        return self.weights.nbytes + self.config.nbytes
+        return self.weights.nbytes + self.config.nbytes + len(self.use)
 
     @property
     def base_model(self) -> str:
@@ -113,31 +117,34 @@ class AdapterTensors:
             raise AdapterError(
                 f"{directory / WEIGHTS_FILE} holds {weights.dtype}; float16, float32 and bfloat16 are read"
             )
-        return cls(weights.view(np.uint16) if dtype == "BF16" else weights, config, dtype, origin)
+        weights = weights.view(np.uint16) if dtype == "BF16" else weights
+        return cls(weights, config, dtype, origin, _read_use(directory))
 
 
 @dataclass(frozen=True, eq=False)
 class AdapterFiles:
     """PEFT's files as they are: the bytes of `adapter_config.json` and of `adapter_model.safetensors`; or a GGUF file.
 
-    The server reads and checks them.
+    The server reads and checks them. use: as of `AdapterTensors`.
     """
 
     config: bytes = field(repr=False)
     weights: bytes = field(repr=False)
+    use: bytes = field(default=b"", repr=False)
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes that name the content: equal exactly when both files are."""
+        """32 bytes that name the content: equal exactly when all files are."""
         digest = hashlib.sha256(f"PEFT {len(self.config)} {len(self.weights)}".encode())
         digest.update(self.config)
         digest.update(self.weights)
+        digest.update(self.use)
         return digest.digest()
 
     @property
     def nbytes(self) -> int:
         """Bytes on the wire."""
-        return len(self.config) + len(self.weights)
+        return len(self.config) + len(self.weights) + len(self.use)
 
     @property
     def base_model(self) -> str:
@@ -161,7 +168,8 @@ class AdapterFiles:
             if not (directory / name).is_file():
                 foreign = describe_foreign(names)
                 raise AdapterError(f"{directory}/{foreign}" if foreign else f"{directory / name} is missing")
-        return cls((directory / PEFT_CONFIG_FILE).read_bytes(), (directory / PEFT_WEIGHTS_FILE).read_bytes())
+        config, weights = ((directory / name).read_bytes() for name in (PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE))
+        return cls(config, weights, _read_use(directory))
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +182,15 @@ class Adapter:
     def __post_init__(self) -> None:
         if not 0 <= self.lora_task_id < 2**64:
             raise InvalidRequest(f"lora_task_id must be between 0 and 2**64 - 1, not {self.lora_task_id}")
+
+
+def _read_use(directory: Path) -> bytes:
+    """Raises AdapterError for a file on the adapter's use that cannot be read."""
+    try:
+        files = read_use_files(directory)
+    except (UseError, OSError) as error:
+        raise AdapterError(f"{directory}: {error}") from error
+    return join_use_files(files) if files else b""
 
 
 def check_origin(origin: AdapterOrigin, sites: ModelSites, model: str) -> None:

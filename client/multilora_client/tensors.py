@@ -49,15 +49,19 @@ def string_tensor(values: Sequence[str]) -> Tensor:
 
 def adapter_tensors(content: AdapterFiles | AdapterTensors) -> dict[str, Tensor]:
     """The inputs that carry an adapter. Triton fixes one type per input, so each type of weights has its own."""
+    use = {"lora_use": _bytes_tensor(content.use)} if content.use else {}
     if isinstance(content, AdapterFiles):
-        config = np.array([[content.config]], np.object_)
-        return {
-            "lora_peft_config": Tensor("BYTES", config.shape, serialize_byte_tensor(config).item()),
-            "lora_peft_weights": Tensor("UINT8", (1, len(content.weights)), content.weights),
-        }
+        weights = Tensor("UINT8", (1, len(content.weights)), content.weights)
+        return {"lora_peft_config": _bytes_tensor(content.config), "lora_peft_weights": weights} | use
     weights = Tensor(content.dtype, (1, *content.weights.shape), content.weights.tobytes())
     rows = Tensor("INT32", (1, *content.config.shape), content.config.tobytes())
-    return {_WEIGHTS_INPUTS[content.dtype]: weights, "lora_config": rows}
+    return {_WEIGHTS_INPUTS[content.dtype]: weights, "lora_config": rows} | use
+
+
+def _bytes_tensor(content: bytes) -> Tensor:
+    """One string of any bytes, as `[1, 1]`."""
+    array = np.array([[content]], np.object_)
+    return Tensor("BYTES", array.shape, serialize_byte_tensor(array).item())
 
 
 def flat_values(datatype: str, data: bytes) -> Sequence[Any]:

@@ -7,6 +7,7 @@ converted_files                            the files of an adapter in the wire f
 peft_config, peft_files                    PEFT's files as an adapter
   peft_experts                             the forms of adapters on the experts of a mixture
   tensor_file, bfloat16                    safetensors files; bfloat16 for NumPy
+adapter_use                                what an adapter's folder says about its use
 adapter_info, adapter_event                a server's report of an adapter; a line of its log
 adapter_names, adapter_origin              names and task ids; the model that an adapter was made for
 quantized, gguf                            quantised checkpoints; the files of llama.cpp

@@ -14,9 +14,10 @@ Location = Literal["DEVICE", "HOST", "DISK", "REMOTE"]
 """The fastest tier that has it. REMOTE: no tier has it, only its source."""
 
 
-Kind = Literal["LoRA", "DoRA", "embeddings", "head", "tokens", "activated", "rope"]
+Kind = Literal["LoRA", "DoRA", "embeddings", "head", "tokens", "activated", "rope", "use"]
 """What an adapter has. LoRA, DoRA: matrices on linears. embeddings, head: matrices on these. tokens: rows of tokens.
-activated: it counts from its invocation tokens on. rope: rotary embeddings of its own."""
+activated: it counts from its invocation tokens on. rope: rotary embeddings of its own. use: its folder says how it is
+asked, as `AdapterInfo.use` tells."""
 
 
 class AdapterMember(msgspec.Struct, frozen=True, gc=False):
@@ -40,7 +41,8 @@ class AdapterInfo(msgspec.Struct, frozen=True, gc=False):
     insertion if no request has used it. num_hits: requests that have used it since it entered the host tier.
     tenant: whose adapter it is, empty if it belongs to none. module_ids: the wire modules that it has rows for,
     ascending, where the report is on this adapter alone and its rows are in memory. kinds: empty where only its source
-    has it. is_dora: whether DoRA is among them. members: of a set, by digest; empty for any other adapter.
+    has it. is_dora: whether DoRA is among them. members: of a set, by digest; empty for any other adapter. use: what
+    its folder says about its use, as of `AdapterUse.describe`.
     """
 
     lora_task_id: int
@@ -59,6 +61,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, gc=False):
     is_dora: bool = False
     kinds: tuple[Kind, ...] = ()
     members: tuple[AdapterMember, ...] = ()
+    use: tuple[str, ...] = ()
 
 
 class AliasMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -49,6 +49,7 @@ from transformers import (
 )
 
 from multilora_client import AdapterError, AdapterFiles, AdapterTensors, convert_peft, load_adapter
+from multilora_client.tensors import adapter_tensors
 from multilora_wire.adapter_origin import WrongBaseModel
 from multilora_wire.config_sites import config_sites
 from multilora_wire.peft_config import PEFT_WEIGHTS_FILE
@@ -534,6 +535,25 @@ def test_an_adapter_is_loaded_as_its_files_are_and_has_an_id_of_its_content(
     assert files.lora_task_id == load_adapter(directory).lora_task_id < 2**63
     assert converted.lora_task_id not in (files.lora_task_id, load_adapter(directory, 7).lora_task_id)
     assert load_adapter(directory, 7).lora_task_id == 7
+
+
+def test_a_folders_files_on_the_use_are_sent_along(save_adapter: Callable[..., Any], tmp_path: Path) -> None:
+    directory = save_adapter().directory
+    convert_peft(directory).save(tmp_path / "converted")
+    for folder in (directory, tmp_path / "converted"):
+        plain = load_adapter(folder)
+        assert "lora_use" not in adapter_tensors(plain.content)
+        (folder / "chat_template.jinja").write_text("{{ messages }}")
+        (folder / "README.md").write_text("no file on its use")
+        changed = load_adapter(folder)
+        assert changed.lora_task_id != plain.lora_task_id
+        assert changed.content.nbytes > plain.content.nbytes
+        tensor = adapter_tensors(changed.content)["lora_use"]
+        assert (tensor.datatype, tensor.shape) == ("BYTES", (1, 1))
+        assert json.loads(changed.content.use) == {"chat_template.jinja": "{{ messages }}"}
+        (folder / "chat_template.jinja").write_bytes(b"\xff")
+        with pytest.raises(AdapterError, match=r"chat_template\.jinja is not valid UTF-8"):
+            load_adapter(folder)
 
 
 def test_a_directory_that_is_no_adapter_is_refused(tmp_path: Path) -> None:

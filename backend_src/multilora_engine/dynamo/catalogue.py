@@ -23,6 +23,7 @@ from multilora_engine.dynamo.workers import WorkerGone, Workers, checked
 from multilora_engine.errors import AdapterNotFound, InvalidRequest, PathNotCovered, RequestError
 from multilora_engine.lora.names import TaskId, check_name, number_of, task_id_of, tenant_of
 from multilora_engine.process.messages import adapter_header
+from multilora_engine.text.tokenizer import Tokenizer
 from multilora_wire.adapter_info import AdapterInfo
 from multilora_wire.layout import AdapterLayout
 
@@ -69,8 +70,11 @@ class SourceReader:
 
 def _build(config: EngineConfig, layout: AdapterLayout) -> AdapterFetcher:
     from multilora_engine.engine.build import build_fetcher
+    from multilora_engine.lora.folder_use import UseReader
 
-    fetcher = build_fetcher(config, layout)
+    tokenizer = Tokenizer(config.tokenizer_path or config.model_path)
+    vocab_size = layout.sites.outer.vocab_size if layout.sites.outer else tokenizer.vocab_size
+    fetcher = build_fetcher(config, layout, UseReader(tokenizer, config.model_path, vocab_size))
     assert fetcher is not None, "there are sources"
     return fetcher
 

@@ -20,6 +20,7 @@ from multilora_engine.execution.warm_up import warm_up
 from multilora_engine.lora.adapter_events import EventLog
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
+from multilora_engine.lora.folder_use import UseReader
 from multilora_engine.lora.format import TORCH_DTYPES
 from multilora_engine.lora.free_pages import PagePool
 from multilora_engine.lora.host_tier import HostTier
@@ -129,7 +130,7 @@ def build_lora_manager(
     return LoRAManager(host, tier, config.lora.lora_on_conflict, events.append, disk, check_traits)
 
 
-def build_fetcher(config: EngineConfig, layout: AdapterLayout) -> AdapterFetcher | None:
+def build_fetcher(config: EngineConfig, layout: AdapterLayout, uses: UseReader) -> AdapterFetcher | None:
     """The fetcher that asks the sources of adapters; None without sources. Raises ConfigError."""
     if not config.lora.lora_sources:
         return None
@@ -140,7 +141,7 @@ def build_fetcher(config: EngineConfig, layout: AdapterLayout) -> AdapterFetcher
     except ImportError as error:
         raise ConfigError(f"lora_sources needs a package that is missing: {error}; install multilora-client") from None
     sources = build_sources(config.lora.lora_sources)
-    return AdapterFetcher(sources, layout, config.model_path)
+    return AdapterFetcher(sources, layout, config.model_path, uses=uses)
 
 
 def build_model_runner(

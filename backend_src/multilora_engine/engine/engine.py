@@ -29,6 +29,7 @@ from multilora_engine.errors import AdapterNotFound, Cancelled, InternalError, I
 from multilora_engine.guides.guided import GuideCompiler
 from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.adapter_sets import AdapterSets
+from multilora_engine.lora.folder_use import UseReader
 from multilora_engine.lora.layout import AdapterTraits, PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId, label_of
@@ -92,9 +93,10 @@ class Engine:
         self._loras = build_lora_manager(
             config, base.layout, base.plan, base.device, self.lora_events, partial(_check_traits, base, self._ropes)
         )
+        uses = UseReader(base.tokenizer, config.model_path, base.config.vocab_size)
         if config.lora.lora_prefetch_dir is not None:
-            preload_adapters(config.lora.lora_prefetch_dir, self._loras, base.layout)
-        self._remote = RemoteAdapters(self._loras, build_fetcher(config, base.layout), self.lora_events.append)
+            preload_adapters(config.lora.lora_prefetch_dir, self._loras, base.layout, uses)
+        self._remote = RemoteAdapters(self._loras, build_fetcher(config, base.layout, uses), self.lora_events.append)
         self._sets = AdapterSets(self._loras, self._remote)
         self._block_events = BlockEvents()
         self._blocks = BlockAllocator(

@@ -10,6 +10,7 @@ host_tier, device_tier, disk_tier          the tiers
   free_pages, page_copies                  divide memory into pages, and fill them
   disk_traffic, adapter_file               reads and writes of files
 remote, sources/, preload                  adapters that come from elsewhere
+folder_use                                 what an adapter's folder says about its use
 adapter_sets                               adapters that are sums of others
 aliases                                    names that stand for adapters by weight
 life_cycle                                 records for operators

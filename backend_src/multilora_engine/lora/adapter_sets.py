@@ -37,8 +37,9 @@ _MAX_BUILDS = 16
 """Sets that wait for the thread that plans them, and whose members stay in memory for that."""
 
 
-_NO_SUMS: tuple[Kind, ...] = ("DoRA", "tokens", "activated", "rope")
-"""Adapters that are more than products of matrices which count for all tokens."""
+_NO_SUMS: tuple[Kind, ...] = ("DoRA", "tokens", "activated", "rope", "use")
+"""Adapters that are more than products of matrices which count for all tokens. A sum of adapters that are asked in
+different ways could be asked in none of them."""
 
 
 class AdapterSets:

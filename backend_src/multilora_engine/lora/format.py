@@ -86,10 +86,11 @@ def pack_adapter(
     )
 
 
-def pack_peft(adapter: PeftAdapter, layout: AdapterLayout, base_model: Path) -> PackedAdapter:
+def pack_peft(adapter: PeftAdapter, layout: AdapterLayout, base_model: Path, use: str = "") -> PackedAdapter:
     """Read PEFT's files into pages. The result is that of `pack_adapter` for the same adapter, converted.
 
     base_model: the checkpoint of the base model, which only DoRA and saved copies of embeddings and head are read with.
+    use: of `AdapterTraits`.
     Beside the pages this takes 64 MiB at most. Raises InvalidRequest, naming module, key or field with expected and
     actual numbers.
     """
@@ -113,7 +114,7 @@ def pack_peft(adapter: PeftAdapter, layout: AdapterLayout, base_model: Path) -> 
         if not rows:
             raise InvalidRequest("the adapter changes nothing: its copies are the base model's own weights")
         fault = f"the adapter holds values beyond the range of lora_dtype {layout.lora_dtype}"
-        return _pack(rows, pieces_of, layout, _traits(adapter, layout), lambda: fault)
+        return _pack(rows, pieces_of, layout, _traits(adapter, layout, use), lambda: fault)
     except (PeftError, AdapterError) as error:
         raise InvalidRequest(str(error).replace(str(base_model), "the base model")) from None
 
@@ -136,11 +137,11 @@ def _token_row(rows: PeftRows, reader: LinearReader, layout: AdapterLayout) -> _
     return _Row(module.name, 0, module, count, False, pieces, found)
 
 
-def _traits(adapter: PeftAdapter, layout: AdapterLayout) -> AdapterTraits:
+def _traits(adapter: PeftAdapter, layout: AdapterLayout, use: str) -> AdapterTraits:
     """What the configuration says beside the matrices. Raises InvalidRequest."""
     tokens, outer = adapter.config.invocation_tokens, layout.sites.outer
     try:
-        traits = AdapterTraits(invocation_tokens=tokens, rope=adapter.config.rope)
+        traits = AdapterTraits(invocation_tokens=tokens, rope=adapter.config.rope, use=use)
     except ValueError as error:
         raise InvalidRequest(f"{PEFT_CONFIG_FILE}: alora_invocation_tokens: {error}") from None
     if outer is not None and tokens and max(tokens) >= outer.vocab_size:
@@ -290,6 +291,7 @@ def kinds_of(rows: Sequence[PackedRow], traits: AdapterTraits) -> tuple[Kind, ..
         "tokens": not module_ids.isdisjoint(ROW_MODULES),
         "activated": bool(traits.invocation_tokens),
         "rope": bool(traits.rope),
+        "use": bool(traits.use),
     }
     return tuple(kind for kind, is_there in has.items() if is_there)
 

@@ -15,6 +15,7 @@ from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.life_cycle import Level, Residency, Resident
 from multilora_engine.lora.names import TaskId, label_of, number_of, tenant_of
 from multilora_wire.adapter_info import AdapterInfo, Location, Status
+from multilora_wire.adapter_use import parse_use
 
 _STATUS: dict[Device, tuple[Status, Location]] = {
     Device.ABSENT: ("DOWNLOADED", "HOST"),
@@ -96,6 +97,7 @@ class Inventory:
             is_dora="DoRA" in adapter.kinds,
             kinds=adapter.kinds,
             members=adapter.traits.members,
+            use=parse_use(adapter.traits.use).describe(),
         )
 
 
@@ -125,4 +127,5 @@ def _describe_file(adapter: DiskAdapter) -> AdapterInfo:
         is_dora="DoRA" in adapter.kinds,
         kinds=adapter.kinds,
         members=adapter.traits.members,
+        use=parse_use(adapter.traits.use).describe(),
     )

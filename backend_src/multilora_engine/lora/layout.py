@@ -17,6 +17,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from multilora_wire.adapter_info import AdapterMember
+from multilora_wire.adapter_use import parse_use
 from multilora_wire.layout import AdapterLayout, PageShape, num_run_pages
 from multilora_wire.pieces import Piece, magnitude_itemsize, part_offset
 from multilora_wire.sites import OUTER_LAYER, ROW_MODULES, WireModule
@@ -78,6 +79,7 @@ class AdapterTraits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     rope: the adapter has rotary embeddings of its own, for all tokens: `context_length` or `rope_parameters` of its
         configuration, as `PeftConfig.rope` writes them.
     members: the adapter is a set of these, by digest and weight, and has the digest that `set_digest` makes of both.
+    use: `AdapterUse.text` of how it is to be asked, where its folder says that.
 
     Raises ValueError for fields that no adapter can have.
     """
@@ -85,6 +87,7 @@ class AdapterTraits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     invocation_tokens: tuple[int, ...] = ()
     rope: str = ""
     members: tuple[AdapterMember, ...] = ()
+    use: str = ""
 
     def __post_init__(self) -> None:
         if len(self.invocation_tokens) > MAX_INVOCATION_TOKENS:
@@ -94,6 +97,7 @@ class AdapterTraits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
         for token_id in self.invocation_tokens:
             if not 0 <= token_id <= _LARGEST_TOKEN_ID:
                 raise ValueError(f"the invocation tokens have {token_id}, expected 0 .. {_LARGEST_TOKEN_ID}")
+        parse_use(self.use)
 
     def digest(self, content: str) -> str:
         """The digest of an adapter with these traits. content: the digest of its matrices alone, its own if plain."""

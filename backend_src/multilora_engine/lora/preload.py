@@ -17,8 +17,9 @@ import torch
 
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, ConfigError, InvalidRequest
 from multilora_engine.log_lines import one_line
+from multilora_engine.lora.folder_use import UseReader
 from multilora_engine.lora.format import pack_adapter
-from multilora_engine.lora.layout import PackedAdapter
+from multilora_engine.lora.layout import AdapterTraits, PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
 from multilora_wire.adapter_origin import WrongBaseModel
 from multilora_wire.converted_files import (
@@ -36,8 +37,10 @@ _NUM_REPORTS = 10
 _logger = logging.getLogger(__name__)
 
 
-def preload_adapters(directory: Path, loras: LoRAManager, layout: AdapterLayout) -> None:
+def preload_adapters(directory: Path, loras: LoRAManager, layout: AdapterLayout, uses: UseReader | None = None) -> None:
     """Load every adapter of a directory, telling progress. A broken one is reported and skipped.
+
+    uses: reads what a folder says about its adapter's use; None where no chats are answered.
 
     Stops when the next one could only be kept by losing another. Raises ConfigError if there is no such directory.
     """
@@ -50,7 +53,7 @@ def preload_adapters(directory: Path, loras: LoRAManager, layout: AdapterLayout)
     num_loaded = 0
     for index, (lora_task_id, folder) in enumerate(folders, start=1):
         try:
-            packed = _read(folder, directory, layout)
+            packed = _read(folder, directory, layout, uses)
             if not loras.has_room(packed):
                 left_out = len(folders) - index + 1
                 _logger.error(
@@ -70,18 +73,21 @@ def preload_adapters(directory: Path, loras: LoRAManager, layout: AdapterLayout)
     _logger.info("lora_prefetch_dir: %d adapters loaded from %s", num_loaded, directory)
 
 
-def _read(folder: Path, root: Path, layout: AdapterLayout) -> PackedAdapter:
+def _read(folder: Path, root: Path, layout: AdapterLayout, uses: UseReader | None) -> PackedAdapter:
     """`read_folder`, whose own errors and BrokenFiles in place of any other are all that it raises."""
     try:
-        return read_folder(folder, root, layout)
+        use = "" if uses is None else uses.read_folder(folder, root)
+        return read_folder(folder, root, layout, use=use)
     except (BrokenFiles, InvalidRequest, WrongBaseModel):
         raise
     except Exception as error:
         raise BrokenFiles(f"it cannot be read: {type(error).__name__}: {one_line(str(error), 200)}") from error
 
 
-def read_folder(folder: Path, root: Path, layout: AdapterLayout, model: str = "") -> PackedAdapter:
+def read_folder(folder: Path, root: Path, layout: AdapterLayout, model: str = "", use: str = "") -> PackedAdapter:
     """The adapter of a folder below `root`; no link may lead out of there. model: the name of the base model.
+
+    use: of `AdapterTraits`.
 
     Raises BrokenFiles, InvalidRequest, or WrongBaseModel.
     """
@@ -90,7 +96,7 @@ def read_folder(folder: Path, root: Path, layout: AdapterLayout, model: str = ""
         raise BrokenFiles(f"{CONFIG_FILE} holds {config.dtype}; int32 is expected")
     if (origin := read_origin(folder, config, root)) is not None:
         origin.check(layout.sites, model)
-    return pack_adapter(_weights_tensor(weights), torch.from_numpy(config), layout)
+    return pack_adapter(_weights_tensor(weights), torch.from_numpy(config), layout, AdapterTraits(use=use))
 
 
 def _numbered_folders(directory: Path) -> Iterator[tuple[int, Path]]:

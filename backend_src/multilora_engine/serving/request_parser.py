@@ -120,7 +120,7 @@ def read_call(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> G
         if "lora_start" in inputs:
             raise InvalidRequest("lora_start goes with a prompt, and the request only stores an adapter")
         name = inputs.text("lora_name", 0) or ""
-        return UploadCall(read_adapter(inputs, info), name, read_expected_digest(inputs, 0))
+        return UploadCall(read_adapter(inputs, info, tokenizer), name, read_expected_digest(inputs, 0))
     return _read_generate(inputs, info, tokenizer)
 
 
@@ -159,7 +159,7 @@ def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer)
         vocab_size=info.vocab_size,
         returns_perf=inputs.common("return_perf_metrics", default=False),
         returns_kv_cache=inputs.common("return_kv_cache_reuse_stats", default=False),
-        adapter=read_adapter(inputs, info) if has_weights(inputs) else None,
+        adapter=read_adapter(inputs, info, tokenizer) if has_weights(inputs) else None,
     )
 
 

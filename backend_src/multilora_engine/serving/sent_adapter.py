@@ -1,22 +1,27 @@
 """`SentAdapter`: an adapter that came with a request, not packed yet.
 
 It comes as TensorRT-LLM's tensors (`lora_config` with weights of one dtype), or as PEFT's files as they are
-(`lora_peft_config` and `lora_peft_weights`).
+(`lora_peft_config` and `lora_peft_weights`). With either, `lora_use` may have the files on its use.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest
-from multilora_engine.lora.layout import PackedAdapter
+from multilora_engine.lora.folder_use import UseReader
+from multilora_engine.lora.layout import AdapterTraits, PackedAdapter
 from multilora_engine.lora.names import DIGEST_FORM, SetMember, checked_members, is_digest, set_task_id, task_id_of
 from multilora_engine.serving.inputs import InputTensors
+from multilora_engine.text.tokenizer import Tokenizer
 from multilora_wire.adapter_origin import WrongBaseModel
+from multilora_wire.adapter_use import MAX_SENT_BYTES, UseError, split_use_files
 from multilora_wire.gguf.adapter import NO_CONFIG, is_gguf, read_gguf_adapter
 from multilora_wire.layout import AdapterLayout
 from multilora_wire.peft_config import PeftError, check_config_bytes
@@ -28,17 +33,20 @@ if TYPE_CHECKING:
 
 _WEIGHTS = ("lora_weights", "lora_weights_bf16", "lora_weights_fp32")
 _FILES = ("lora_peft_config", "lora_peft_weights")
+_USE = "lora_use"
 
 
 @dataclass(frozen=True, eq=False)
 class SentAdapter(ABC):
     """An adapter of a request. It shares the memory of the request, which lives as long as the adapter.
 
-    layout: the engine's.
+    layout: the engine's. read_use: reads the files on the adapter's use, `AdapterTraits.use`; its argument is whether
+    the adapter has rows of tokens. It may raise InvalidRequest.
     """
 
     lora_task_id: int
     layout: AdapterLayout
+    read_use: Callable[[bool], str] = field(default=lambda has_rows: "", kw_only=True)
 
     @abstractmethod
     def pack(self) -> PackedAdapter:
@@ -56,7 +64,7 @@ class SentTensors(SentAdapter):
         # Here only: it imports torch, seconds and 140 MB that a front without uploads does without.
         from multilora_engine.lora.format import pack_adapter
 
-        return pack_adapter(self.weights, self.config, self.layout)
+        return pack_adapter(self.weights, self.config, self.layout, AdapterTraits(use=self.read_use(False)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +87,7 @@ class SentFiles(SentAdapter):
         except (PeftError, WrongBaseModel) as error:
             raise InvalidRequest(str(error)) from None
         self._check_size(adapter)
-        return pack_peft(adapter, self.layout, self.base_model)
+        return pack_peft(adapter, self.layout, self.base_model, self.read_use(bool(adapter.rows)))
 
     def _read(self) -> PeftAdapter:
         source, sites = MemoryBytes(self.weights), self.layout.sites
@@ -98,19 +106,35 @@ class SentFiles(SentAdapter):
             )
 
 
-def read_adapter(inputs: InputTensors, info: EngineInfo) -> SentAdapter:
-    """The adapter of a request that has weights. Raises InvalidRequest."""
+def read_adapter(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> SentAdapter:
+    """The adapter of a request that has weights. tokenizer: the base model's. Raises InvalidRequest."""
     task_id = read_task_id(inputs, 0)
     assert task_id is not None, "checked before"
-    layout = info.adapter_layout
+    layout, read_use = info.adapter_layout, _read_use(inputs, info, tokenizer)
     if not inputs.present(*_FILES):
-        return SentTensors(task_id, layout, _read_tensor(inputs, info), inputs.matrix("lora_config"))
+        weights, rows = _read_tensor(inputs, info), inputs.matrix("lora_config")
+        return SentTensors(task_id, layout, weights, rows, read_use=read_use)
     config = inputs.scalar("lora_peft_config", 0)
     try:
         check_config_bytes(len(config))
     except PeftError as error:
         raise InvalidRequest(str(error)) from None
-    return SentFiles(task_id, layout, config, _read_file(inputs, info), Path(info.model_path), info.max_adapter_bytes)
+    file, base_model = _read_file(inputs, info), Path(info.model_path)
+    return SentFiles(task_id, layout, config, file, base_model, info.max_adapter_bytes, read_use=read_use)
+
+
+def _read_use(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> Callable[[bool], str]:
+    content = inputs.scalar(_USE, 0)
+    if content is None:
+        return lambda has_rows: ""
+    if len(content) > MAX_SENT_BYTES:
+        raise InvalidRequest(f"{_USE} has {len(content)} bytes, at most {MAX_SENT_BYTES} are read")
+    try:
+        files = split_use_files(content)
+    except UseError as error:
+        raise InvalidRequest(f"{_USE}: {error}") from None
+    reader = UseReader(tokenizer, Path(info.model_path), info.vocab_size)
+    return partial(reader.read, files)
 
 
 def weights_bytes(inputs: InputTensors, info: EngineInfo) -> int:
@@ -157,6 +181,8 @@ def check_adapter_tensors(inputs: InputTensors) -> None:
         )
     if len(files) == 1:
         raise InvalidRequest(f"PEFT's files are {' and '.join(_FILES)}; the request has only {files[0]}")
+    if _USE in inputs and not (weights or files):
+        raise InvalidRequest(f"{_USE} goes with an adapter's weights, and the request has none")
     if (weights or files) and not inputs.present("lora_task_id", "lora_name"):
         found = "lora_weights" if weights else _FILES[1]
         raise InvalidRequest(f"lora_task_id must be set for LoRA inference: the request has {found} and no id")

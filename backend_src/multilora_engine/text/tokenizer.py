@@ -9,6 +9,7 @@ the decoder of a model with an encoder.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,10 +22,15 @@ from multilora_engine.errors import InvalidRequest
 from multilora_engine.text.chat_contents import fit_contents
 from multilora_engine.text.plain_specials import PlainSpecials
 from multilora_engine.text.token_table import special_ids, start_of_text, token_table
-from multilora_engine.text.tokenizer_files import read_tokenizer
+from multilora_engine.text.tokenizer_files import load_bare_chats, read_tokenizer
+from multilora_wire.adapter_use import NO_USE, AdapterUse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+_MAX_OWN_CHATS = 32
+"""Adapters with templates of their own whose compiled templates are kept, those asked for last."""
 
 
 class Tokenizer:
@@ -43,6 +49,8 @@ class Tokenizer:
         self._bytes = token_table(self._backend)
         self._start_of_text = start_of_text(self._backend)
         self.special_ids = frozenset(special_ids(self._backend))
+        self._own_chats: dict[str, PreTrainedTokenizerFast] = {}
+        self._own_chats_lock = threading.Lock()
 
     @property
     def vocab_size(self) -> int:
@@ -77,6 +85,7 @@ class Tokenizer:
         keeps_special_tokens: bool = True,
         max_bytes: int | None = None,
         add_special_tokens: bool = False,
+        use: AdapterUse = NO_USE,
     ) -> list[int]:
         """Token ids of a chat, ready for the assistant's answer.
 
@@ -86,20 +95,24 @@ class Tokenizer:
         keeps_special_tokens: whether text in messages, tools and options that spells a special token becomes one.
         max_bytes: the size limit of the rendered chat.
         add_special_tokens: whether the tokenizer adds its special tokens, such as BOS, as to a prompt.
+        use: of the adapter that answers, whose templates, named tokens and system prompt come before the base's.
 
         Raises InvalidRequest if the template refuses the chat, if the rendered chat is too long, or if the template
         would silently leave out a content, tool calls or the tools.
         """
-        if not self._files.has_chats:
+        if not (use.chat_templates or self._files.templates):
             raise InvalidRequest("this model has no chat template; send text_input instead of messages")
         _check_messages(messages)
+        chats = self._chats_of(use)
+        if use.system_prompt and messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": use.system_prompt}, *messages]
         whole = {**options, "add_generation_prompt": False, "continue_final_message": False}
-        messages = fit_contents(messages, lambda contents: self._render_chat(contents, tools, whole))
+        messages = fit_contents(messages, lambda contents: _render_chat(chats, contents, tools, whole))
         plain = PlainSpecials(() if keeps_special_tokens else map(self.token_name, self.special_ids))
         messages, tools, options = (plain.mark(each) for each in (messages, tools, options))
         options = {"add_generation_prompt": True, **options}
-        text = self._render_chat(messages, tools, options)
-        if tools and text == self._render_chat(messages, None, options):
+        text = _render_chat(chats, messages, tools, options)
+        if tools and text == _render_chat(chats, messages, None, options):
             raise InvalidRequest("the model's chat template has no place for tools")
         pieces = plain.pieces(text)
         if max_bytes is not None and (num_bytes := sum(len(piece.encode()) for piece in pieces)) > max_bytes:
@@ -115,22 +128,34 @@ class Tokenizer:
     def _chats(self) -> PreTrainedTokenizerFast:
         return self._files.load_chats()
 
-    def _render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: Mapping[str, Any],
-    ) -> str:
-        try:
-            text = self._chats.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] if tools else None,
-                tokenize=False,
-                **options,
-            )
-        except Exception as error:  # templates are programs, which may raise any error
-            raise InvalidRequest(f"the model's chat template refused the messages: {error}") from error
-        return str(text)
+    def _chats_of(self, use: AdapterUse) -> PreTrainedTokenizerFast:
+        """The tokenizer that renders the chats of an adapter."""
+        if not (use.chat_templates or use.named_tokens):
+            return self._chats
+        key = use.text
+        with self._own_chats_lock:
+            chats = self._own_chats.pop(key, None)
+            if chats is None:
+                templates = use.chat_templates or self._files.templates
+                chats = load_bare_chats(templates, {**self._files.named_tokens, **use.named_tokens})
+            self._own_chats[key] = chats  # The last is the most recently used.
+            if len(self._own_chats) > _MAX_OWN_CHATS:
+                del self._own_chats[next(iter(self._own_chats))]
+        return chats
+
+    @property
+    def templates(self) -> Mapping[str, str]:
+        """The base model's chat templates, by their names."""
+        return self._files.templates
+
+    @property
+    def named_tokens(self) -> Mapping[str, str]:
+        """The tokens that the base model's templates may write by names, such as `bos_token`."""
+        return self._files.named_tokens
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its spelling; None if there is none."""
+        return self._backend.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes a token stands for, often only part of a character. Special and unknown ids have none."""
@@ -157,6 +182,24 @@ class Tokenizer:
         if is_start:
             texts[:1] = map(self._start_of_text, texts[:1])
         return b"".join(texts).decode("utf-8", "replace")
+
+
+def _render_chat(
+    chats: PreTrainedTokenizerFast,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    options: Mapping[str, Any],
+) -> str:
+    try:
+        text = chats.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] if tools else None,
+            tokenize=False,
+            **options,
+        )
+    except Exception as error:  # templates are programs, which may raise any error
+        raise InvalidRequest(f"the model's chat template refused the messages: {error}") from error
+    return str(text)
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:

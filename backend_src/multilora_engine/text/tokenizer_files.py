@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as TokenizerBackend
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.text.token_table import byte_level_bytes
+from multilora_wire.adapter_use import NAMED_TOKENS
 from multilora_wire.checkpoint_directory import is_gguf
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 _PLAIN_MODEL_TYPES = ("llama", "qwen3")
 """For other types transformers knows checkpoints that name the wrong class, and takes the model type's own."""
-
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 _KEYS_WITHOUT_EFFECT = frozenset(
     {
@@ -53,10 +52,13 @@ _KEYS_WITHOUT_EFFECT = frozenset(
 )
 """Of tokenizer_config.json, for a plain class: what tokenizer.json says counts, or nothing here asks for it."""
 
-_KEYS_READ = frozenset({*_NAMED_TOKENS, "added_tokens_decoder", "additional_special_tokens", "chat_template"})
+_KEYS_READ = frozenset({*NAMED_TOKENS, "added_tokens_decoder", "additional_special_tokens", "chat_template"})
 
 _OTHER_FILES = ("special_tokens_map.json", "added_tokens.json")
 """Of old checkpoints: read only where tokenizer_config.json has no added tokens."""
+
+DEFAULT_TEMPLATE = "default"
+"""transformers' name of the template for all chats that no other one is for."""
 
 _CHAT_TEMPLATE = "chat_template.jinja"
 _CHAT_TEMPLATES = "additional_chat_templates"
@@ -66,7 +68,8 @@ _CHAT_TEMPLATES = "additional_chat_templates"
 class TokenizerFiles:
     """A tokenizer as its files have it.
 
-    encode: text, and whether special tokens are added, to token ids. has_chats: whether there is a chat template.
+    encode: text, and whether special tokens are added, to token ids. templates: the chat templates by their names, of
+    which `default` is the one of chats without tools. named_tokens: the tokens that templates write by names.
     load_chats: the tokenizer of transformers that renders chats; it may know no tokens but the special ones.
     """
 
@@ -74,8 +77,14 @@ class TokenizerFiles:
     eos_id: int | None
     pad_id: int | None
     encode: Callable[[str, bool], list[int]]
-    has_chats: bool
+    templates: Mapping[str, str]
+    named_tokens: Mapping[str, str]
     load_chats: Callable[[], PreTrainedTokenizerFast]
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether there is a chat template."""
+        return bool(self.templates)
 
 
 def fast_tokenizer_class() -> type[PreTrainedTokenizerFast]:
@@ -121,7 +130,7 @@ def _read_plain(path: Path) -> TokenizerFiles | None:
     if "added_tokens_decoder" not in config and any((path / name).exists() for name in _OTHER_FILES):
         return None
     backend = TokenizerBackend.from_file(str(path / "tokenizer.json"))
-    named = {name: config[name] for name in _NAMED_TOKENS if config.get(name) is not None}
+    named = {name: config[name] for name in NAMED_TOKENS if config.get(name) is not None}
     template_file = path / _CHAT_TEMPLATE
     template = template_file.read_text(encoding="utf-8") if template_file.exists() else config.get("chat_template")
     if backend.padding is not None or not _has_tokens(backend, config, named) or isinstance(template, list):
@@ -131,8 +140,9 @@ def _read_plain(path: Path) -> TokenizerFiles | None:
         backend.token_to_id(named["eos_token"]) if "eos_token" in named else None,
         backend.token_to_id(named["pad_token"]) if "pad_token" in named else None,
         partial(_encode, backend),
-        template is not None,
-        partial(_load_plain_chats, template, named),
+        _templates_of(template),
+        named,
+        partial(load_bare_chats, _templates_of(template), named),
     )
 
 
@@ -158,10 +168,17 @@ def _attributes(token: Any) -> dict[str, Any]:
     return {name: getattr(token, name) for name in names}
 
 
-def _load_plain_chats(template: str | None, named: Mapping[str, str]) -> PreTrainedTokenizerFast:
+def load_bare_chats(templates: Mapping[str, str], named: Mapping[str, str]) -> PreTrainedTokenizerFast:
+    """A tokenizer that renders chats by `templates`, and knows no tokens but the named ones."""
     # Rendering asks for the template and the special tokens' names: the tokens need not lie in memory twice.
     no_tokens = TokenizerBackend(models.BPE())
-    return fast_tokenizer_class()(tokenizer_object=no_tokens, chat_template=template, **named)
+    return fast_tokenizer_class()(tokenizer_object=no_tokens, chat_template=dict(templates) or None, **named)
+
+
+def _templates_of(template: str | Mapping[str, str] | None) -> Mapping[str, str]:
+    if template is None:
+        return {}
+    return {DEFAULT_TEMPLATE: template} if isinstance(template, str) else dict(template)
 
 
 def _read_by_transformers(path: Path) -> TokenizerFiles:
@@ -177,7 +194,8 @@ def _read_by_transformers(path: Path) -> TokenizerFiles:
         lambda text, add_special_tokens: list(
             tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         ),
-        tokenizer.chat_template is not None,
+        _templates_of(tokenizer.chat_template),
+        {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name in NAMED_TOKENS},
         lambda: tokenizer,
     )
 

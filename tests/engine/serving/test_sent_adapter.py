@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +19,8 @@ from support.sources import ROWS, digest_of, peft_inputs
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.sent_adapter import SentFiles, check_adapter_tensors, has_weights, read_adapter
+from multilora_engine.text.tokenizer import Tokenizer
+from multilora_wire.adapter_use import join_use_files
 
 WIRE = wire_adapter(TINY, ROWS)
 TENSORS = {"lora_weights_fp32": WIRE.weights.numpy()[None], "lora_config": WIRE.config.numpy()[None]}
@@ -32,10 +34,31 @@ def files() -> dict[str, Any]:
     return peft_inputs(wire_adapter(TINY, ROWS, seed=7))
 
 
-def pack(tensors: dict[str, Any], info: Any = INFO) -> str:
+def pack(tensors: dict[str, Any], info: Any = INFO, tokenizer: Any = None) -> str:
     inputs = InputTensors(FakeRequest(tensors))
     check_adapter_tensors(inputs)
-    return read_adapter(inputs, info).pack().digest
+    return read_adapter(inputs, info, tokenizer).pack().digest
+
+
+def test_files_on_the_use_are_part_of_the_digest_where_they_say_something(
+    files: dict[str, Any], tokenizer: Tokenizer
+) -> None:
+    def digest(tensors: dict[str, Any], **use: str) -> str:
+        content = join_use_files({name.replace("_json", ".json"): text for name, text in use.items()})
+        return pack(tensors | ID | {"lora_use": np.array([[content]], np.object_)}, INFO, tokenizer)
+
+    assert digest(files, generation_config_json='{"top_k": null}') == digest_of(7)
+    first = digest(files, multilora_json='{"system_prompt": "Arr"}')
+    assert len({first, digest_of(7), digest(files, multilora_json='{"system_prompt": "Oh"}')}) == 3
+    plain = wire_adapter(TINY, ROWS, seed=7)
+    tensors = {"lora_weights_fp32": plain.weights.numpy()[None], "lora_config": plain.config.numpy()[None]}
+    assert digest(tensors, multilora_json='{"system_prompt": "Arr"}') == first
+    with pytest.raises(InvalidRequest, match=r"multilora.json.*prompt"):
+        digest(files, multilora_json='{"prompt": "Arr"}')
+    with pytest.raises(InvalidRequest, match=r"lora_use: it has other.json"):
+        digest(files, other_json="{}")
+    with pytest.raises(InvalidRequest, match="lora_use goes with an adapter's weights"):
+        check_adapter_tensors(InputTensors(FakeRequest(ID | {"lora_use": np.array([[b"{}"]], np.object_)})))
 
 
 def test_files_are_the_adapter_that_its_tensors_are(files: dict[str, Any]) -> None:
@@ -43,7 +66,7 @@ def test_files_are_the_adapter_that_its_tensors_are(files: dict[str, Any]) -> No
     check_adapter_tensors(inputs)
     assert has_weights(inputs)
     assert inputs.num_bytes < 1000  # no weights
-    sent = read_adapter(inputs, INFO)
+    sent = read_adapter(inputs, INFO, cast(Any, None))
     assert isinstance(sent, SentFiles)
     assert np.shares_memory(np.asarray(sent.weights), files["lora_peft_weights"])
     assert (sent.lora_task_id, sent.pack().digest) == (7, digest_of(7))

@@ -24,7 +24,9 @@ from multilora_engine.lora.sources.source import (
     Unusable,
     check_sizes,
     choose_files,
+    choose_use_files,
 )
+from multilora_wire.adapter_use import TEMPLATE_FOLDER
 
 _NAMES_S = 5.0
 """How old the table of the folders' names may be. It only serves requests by the ids of names."""
@@ -63,7 +65,8 @@ class DirectorySource:
     def _open(self, path: Path, max_bytes: int, name: str) -> Iterator[LocalAdapter]:
         root = self._root.resolve()
         directory = _resolve(path, root)
-        files = choose_files(_list(directory))
+        names = _list(directory)
+        files = (*choose_files(names), *choose_use_files([*names, *_list_inner(directory / TEMPLATE_FOLDER)]))
         status = {file: _regular_file(directory / file, root) for file in files}
         check_sizes({file: s.st_size for file, s in status.items()}, max_bytes)
         modified = datetime.fromtimestamp(max(s.st_mtime for s in status.values()), UTC)
@@ -117,6 +120,11 @@ def _list(directory: Path) -> list[str]:
         raise NotThere("no such folder") from None
     except OSError as error:
         raise Unreachable(f"the folder cannot be read: {error.strerror}") from None
+
+
+def _list_inner(folder: Path) -> list[str]:
+    """The files of a folder within an adapter's, each with the folder's name before its own; none without it."""
+    return [f"{folder.name}/{name}" for name in _list(folder)] if folder.is_dir() else []
 
 
 def _regular_file(path: Path, root: Path) -> os.stat_result:

@@ -23,6 +23,7 @@ from multilora_engine.errors import (
     RequestError,
     SourceUnavailable,
 )
+from multilora_engine.lora.folder_use import UseReader
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.sources.packing import largest_adapter_bytes, pack_directory
 from multilora_engine.lora.sources.source import (
@@ -66,11 +67,13 @@ class AdapterFetcher:
         layout: AdapterLayout,
         base_model: Path,
         num_threads: int = NUM_THREADS,
+        uses: UseReader | None = None,
     ) -> None:
-        """base_model: the checkpoint that the adapters are for."""
+        """base_model: the checkpoint that the adapters are for. uses: as of `pack_directory`."""
         self._sources = sources
         self._layout = layout
         self._base_model = base_model
+        self._uses = uses
         self._max_bytes = largest_adapter_bytes(layout)
         self._fetchers = DaemonThreads(num_threads, "adapter-fetch")
         # A thread apart, so that no list of adapters waits for downloads.
@@ -122,7 +125,7 @@ class AdapterFetcher:
         started = time.perf_counter()
         try:
             with _failing_alone(name, key, NotThere, Unusable, Unreachable), open_source() as adapter:
-                packed = pack_directory(adapter, self._layout, self._base_model)
+                packed = pack_directory(adapter, self._layout, self._base_model, self._uses)
         except Unusable as error:
             raise AdapterUnusable(str(key), name, str(error)) from error
         except Unreachable as error:

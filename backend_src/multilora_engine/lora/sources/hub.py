@@ -37,6 +37,7 @@ from multilora_engine.lora.sources.source import (
     check_sizes,
     choose_files,
 )
+from multilora_wire.adapter_use import USE_FILES
 
 _TIMEOUT_S = 10.0
 
@@ -119,7 +120,7 @@ class HubSource:
                 snapshot_download(
                     repo,
                     revision=self._revision,
-                    allow_patterns=list(ALLOWED_FILES),
+                    allow_patterns=[*ALLOWED_FILES, *USE_FILES],
                     local_files_only=is_cached,
                     endpoint=self._endpoint,
                     cache_dir=self._cache_dir,
@@ -138,7 +139,7 @@ def _check_files(info: ModelInfo, max_bytes: int) -> None:
         raise Unusable(
             f"{name} is GGUF, which is not downloaded from a hub; put it into a directory source, or upload it"
         )
-    check_sizes({name: size for name, size in sizes.items() if name in ALLOWED_FILES}, max_bytes)
+    check_sizes({name: size for name, size in sizes.items() if name in (*ALLOWED_FILES, *USE_FILES)}, max_bytes)
 
 
 def _verify(snapshot: Path, info: ModelInfo) -> None:

@@ -32,7 +32,9 @@ from multilora_engine.lora.sources.source import (
     Unusable,
     check_sizes,
     choose_files,
+    choose_use_files,
 )
+from multilora_wire.adapter_use import TEMPLATE_FOLDER
 
 _CHUNK_BYTES = 4 << 20
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
@@ -163,7 +165,10 @@ def _find_files(filesystem: Any, prefix: str, name: str, max_bytes: int) -> list
             raise NotThere("no such folder") from None
     # Of a file, stores list the file itself.
     inside = {entry["name"].removeprefix(f"{folder}/"): entry for entry in entries if entry["type"] == "file"}
-    files = {file: _RemoteFile(f"{folder}/{file}", inside[file]) for file in choose_files(inside)}
+    chosen = (*choose_files(inside), *choose_use_files(inside))
+    if any(entry["name"].endswith(f"/{TEMPLATE_FOLDER}") for entry in entries if entry["type"] == "directory"):
+        raise Unusable(f"it has {TEMPLATE_FOLDER}, which is not downloaded; write the templates into one file")
+    files = {file: _RemoteFile(f"{folder}/{file}", inside[file]) for file in chosen}
     if isinstance(filesystem, LocalFileSystem):
         for file in files.values():
             if not Path(os.path.realpath(file.path)).is_relative_to(prefix):

@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.names import task_id_of
+from multilora_wire.adapter_use import USE_FILES, UseError, check_use_sizes
 from multilora_wire.converted_files import CONFIG_FILE, OLD_CONFIG_FILE, ORIGIN_FILE, WEIGHTS_FILE
 from multilora_wire.peft_config import PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE
 from multilora_wire.peft_files import describe_foreign
@@ -127,8 +128,18 @@ def choose_files(names: Collection[str]) -> tuple[str, ...]:
     raise NotThere(f"it has no {' and '.join(PEFT_FILES)}")
 
 
+def choose_use_files(names: Collection[str]) -> tuple[str, ...]:
+    """The files of a directory that say something about the adapter's use."""
+    return tuple(name for name in USE_FILES if name in names)
+
+
 def check_sizes(sizes: Mapping[str, int], max_bytes: int) -> None:
     """Raises Unusable for an adapter that is larger than any of this model can be."""
+    try:
+        check_use_sizes(sizes)
+    except UseError as error:
+        raise Unusable(str(error)) from None
+    sizes = {name: size for name, size in sizes.items() if name not in USE_FILES}
     config_bytes = sizes.get(PEFT_FILES[0], 0)
     if config_bytes > _MAX_CONFIG_BYTES:
         raise Unusable(f"{PEFT_FILES[0]} has {config_bytes} bytes, at most {_MAX_CONFIG_BYTES} are read")

@@ -24,15 +24,18 @@ from multilora_client.convert import content_task_id, load_content
 from multilora_client.errors import AdapterError, MultiloraClientError
 from multilora_client.openai.errors import Failure
 from multilora_wire.adapter_names import task_id_of_name
+from multilora_wire.adapter_use import USE_FILES
 from multilora_wire.converted_files import CONFIG_FILE, OLD_CONFIG_FILE, ORIGIN_FILE, WEIGHTS_FILE
 from multilora_wire.peft_config import PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE
 
 router = APIRouter()
 
-FILE_NAMES = frozenset({PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE, WEIGHTS_FILE, CONFIG_FILE, OLD_CONFIG_FILE, ORIGIN_FILE})
+FILE_NAMES = frozenset(
+    {PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE, WEIGHTS_FILE, CONFIG_FILE, OLD_CONFIG_FILE, ORIGIN_FILE, *USE_FILES}
+)
 """The only files of an adapter that are read, and so the only ones that are taken."""
 
-_FILE = re.compile(r"([\w.]+):(\d{1,12})", re.ASCII)
+_FILE = re.compile(r"([\w./]+):(\d{1,12})", re.ASCII)
 _UPLOAD_TIMEOUT_S = 600.0
 
 
@@ -105,6 +108,7 @@ async def _receive(request: Request, files: Sequence[SentFile], folder: Path) ->
     """Write the body's files into `folder`. Raises Failure if it has more or fewer bytes than they."""
     body = _Body(request.stream())
     for file in files:
+        (folder / file.name).parent.mkdir(exist_ok=True)
         with (folder / file.name).open("xb") as output:
             num_missing = file.num_bytes
             while num_missing:

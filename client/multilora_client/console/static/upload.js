@@ -7,7 +7,9 @@ import { bytes } from "./format.js";
 const PEFT = ["adapter_config.json", "adapter_model.safetensors"];
 const CONVERTED = [["model.lora_config.npy", "model.lora_weights.npy"], ["model.lora_keys.npy", "model.lora_weights.npy"]];
 const ORIGIN = "model.lora_origin.json"; // of our own converter, beside the pair
-const WANTED = new Set([...PEFT, ...CONVERTED.flat(), ORIGIN]);
+const USE = ["chat_template.jinja", "tokenizer_config.json", "tokenizer.json", "added_tokens.json", "generation_config.json", "multilora.json"];
+const TOOLS = "additional_chat_templates/tool_use.jinja"; // the one file on an adapter's use that lies in a folder of its own
+const WANTED = new Set([...PEFT, ...CONVERTED.flat(), ORIGIN, ...USE, "tool_use.jinja"]);
 const MAX_DEPTH = 4;
 const MAX_OTHERS = 200; // files that are looked at only to say what is missing
 
@@ -20,8 +22,10 @@ export function findAdapters(entries) {
     const byName = new Map(inside.map(({ file }) => [file.name, file]));
     const names = [...CONVERTED, PEFT].find((wanted) => wanted.every((name) => byName.has(name)));
     if (!names) return [];
-    const wanted = names !== PEFT && byName.has(ORIGIN) ? [...names, ORIGIN] : names;
-    return [{ folder, files: wanted.map((name) => byName.get(name)) }];
+    const wanted = [...names, ...USE.filter((name) => byName.has(name)), ...(names !== PEFT && byName.has(ORIGIN) ? [ORIGIN] : [])];
+    const tools = entries.find((entry) => `${entry.folder}/${entry.file.name}` === (folder ? `${folder}/${TOOLS}` : TOOLS));
+    if (tools) tools.file.sentName = TOOLS;
+    return [{ folder, files: [...wanted.map((name) => byName.get(name)), ...(tools ? [tools.file] : [])] }];
   });
 }
 
@@ -157,7 +161,7 @@ export class Uploads {
     };
     if (size > this.maxBytes) return tell(`${bytes(size)}, more than ${bytes(this.maxBytes)}`, 0, "error");
     const given = name.value.trim();
-    const query = new URLSearchParams(files.map((file) => ["file", `${file.name}:${file.size}`]));
+    const query = new URLSearchParams(files.map((file) => ["file", `${file.sentName ?? file.name}:${file.size}`]));
     if (/^\d+$/.test(given)) query.set("lora_task_id", given);
     else if (given) query.set("lora_name", given);
     name.disabled = true;
