@@ -35,7 +35,6 @@ from multilora_client.operations import (
     parse_events,
     parse_layout,
     parse_model,
-    parse_names,
     parse_report,
     parse_sites,
     which_adapter,
@@ -227,9 +226,10 @@ class Client:
         fields = which_adapter(adapter, tenant, expected_digest)
         return parse_adapter(self._transport.infer(operation_request("unpin", fields)))
 
-    def list_names(self) -> list[str]:
-        """The names of the server's adapters and aliases, by which a request may choose."""
-        return parse_names(self._transport.infer(operation_request("list")))
+    def list_all(self) -> tuple[list[AdapterInfo], list[Alias]]:
+        """Every adapter of the server, by task id, and every alias, by owner and name."""
+        response = self._transport.infer(operation_request("list"))
+        return parse_adapters(response), parse_aliases(response)
 
     def list_aliases(self) -> list[Alias]:
         """Every alias of the server, by owner and name."""
@@ -424,9 +424,10 @@ class AsyncClient:
         fields = which_adapter(adapter, tenant, expected_digest)
         return parse_adapter(await self._transport.infer(operation_request("unpin", fields)))
 
-    async def list_names(self) -> list[str]:
-        """The names of the server's adapters and aliases, by which a request may choose."""
-        return parse_names(await self._transport.infer(operation_request("list")))
+    async def list_all(self) -> tuple[list[AdapterInfo], list[Alias]]:
+        """Every adapter of the server, by task id, and every alias, by owner and name."""
+        response = await self._transport.infer(operation_request("list"))
+        return parse_adapters(response), parse_aliases(response)
 
     async def list_aliases(self) -> list[Alias]:
         """Every alias of the server, by owner and name."""

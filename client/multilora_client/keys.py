@@ -43,10 +43,12 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tenant: the owner of the key; empty for the people who run the server.
     adapters: the server's own adapters that the key may use: task ids, names, or beginnings of names followed by `*`.
         The server's own adapters come from its sources, its prefetch directory, and uploads of keys without a tenant.
-        A name that matches always means the server's adapter; any other name means the tenant's.
+        A name that matches always means the server's adapter; any other name means the tenant's. An alias's name is
+        enough for requests by it: the key needs no right to the members.
     own_adapters: the tenant's own adapters that the key may use, in the same form.
     base_model: whether the key may use the base model without an adapter. upload: whether the key may send adapters.
-    operate: whether the key may load, pin, unpin and unload adapters: its tenant's, or without a tenant all adapters.
+    operate: whether the key may load, pin, unpin and unload adapters, and set aliases: those of its tenant, or without
+        a tenant all.
     requests_per_minute, tokens_per_minute: the limits of this key; None means no limit.
     priority: the smallest priority that its requests may have; smaller is served first. None: the server's limit.
     weight: the key's share of the server when others wait, too, relative to their weights.

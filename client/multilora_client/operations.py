@@ -114,11 +114,6 @@ def parse_aliases(response: Response) -> list[Alias]:
     return [_parse_alias(fields) for fields in parse_report(response).get("aliases", ())]
 
 
-def parse_names(response: Response) -> list[str]:
-    names = [adapter.name for adapter in parse_adapters(response)]
-    return [name for name in (*names, *(alias.name for alias in parse_aliases(response))) if name]
-
-
 def parse_alias(response: Response) -> Alias:
     return _parse_alias(parse_report(response)["alias"])
 

@@ -282,6 +282,19 @@ def test_hostile_names_and_answers_are_shown_as_text(page: Page) -> None:
     assert "owned" not in page.title()
 
 
+def test_aliases_are_shown_with_the_shares_of_their_members(page: Page) -> None:
+    aliases: list[dict[str, Any]] = []
+    serve(page, "adapters", lambda route: route.fulfill(json=listing() | {"aliases": aliases}))
+    serve(page, "live", tell_of_changes)
+    page.reload()
+    expect(page.locator("#view-adapters")).to_be_visible()
+    expect(page.locator("#aliases")).to_be_hidden()
+    members = [{"name": HOSTILE, "weight": 999}, {"name": "chat-v8", "weight": 1}]
+    aliases += [{"name": "chat", "members": members}, {"name": "another's", "members": []}]
+    expect(page.locator("#aliases dt")).to_have_text(["chat"])
+    expect(page.locator("#aliases dd")).to_have_text(f"{HOSTILE} 100 %, chat-v8 0.1 %")
+
+
 def test_thousands_of_adapters_are_few_elements_to_filter_and_to_sort(page: Page) -> None:
     adapters = [{"lora_task_id": str(2**62 + i), "name": f"adapter-{i:04}", "bytes": i + 1} for i in range(2000)]
     adapters[1299]["kinds"] = ["DoRA", "tokens"]

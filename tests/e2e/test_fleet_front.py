@@ -26,6 +26,7 @@ from multilora_client import ENSEMBLE, Adapter, Client, InvalidRequest, NotFound
 from multilora_engine.dynamo.fleet_messages import Describe, worker_request
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
+from multilora_wire.adapter_info import AliasMember
 from multilora_wire.converted_files import CONFIG_FILE, WEIGHTS_FILE
 from multilora_wire.layout import AdapterLayout
 from trials.judging_clients import task_id, telling_adapter
@@ -179,6 +180,32 @@ def test_operations_concern_all_workers(client: Client) -> None:
     for first in range(4):
         with pytest.raises(NotFound):
             tokens(client, task_id(9), [PROMPT[first], *PROMPT[:9]])
+
+
+def test_an_alias_is_answered_by_its_members_at_every_worker(client: Client, fleet: DynamoFleet) -> None:
+    answers = {f"chat-v{number}": answer(number, 0) for number in (50, 51)}
+    for name, number in zip(answers, (50, 51), strict=True):
+        adapter = Adapter(task_id_of(name), sent(client, number).content)
+        client.upload(adapter, lora_name=name)
+    made = client.set_alias("chat", dict.fromkeys(answers, 1))
+    assert client.list_aliases() == [made]
+
+    def ask(session: str | None, first: int) -> str:
+        prompt, options = [PROMPT[first], *PROMPT[:9]], {"max_tokens": NUM_PLACES, "lora_session": session}
+        told = client.generate(input_ids=prompt, lora_name="chat", **options)  # type: ignore[arg-type]
+        assert told.token_ids[-NUM_PLACES:] == answers[told.lora_name]
+        return told.lora_name
+
+    assert {ask(None, i % 8) for i in range(16)} == answers.keys()
+    for session in ("Ann", "Bob", "Cleo"):
+        assert len({ask(session, first) for first in range(8)}) == 1
+    with pytest.raises(HTTPError):  # Dynamo's front has no card of it
+        call(f"{fleet.url}/v1/completions", {"model": "chat", "prompt": PROMPT, "max_tokens": 1})
+    client.set_alias("chat", {"chat-v51": 1})
+    assert {ask(None, first) for first in range(8)} == {"chat-v51"}
+    assert client.remove_alias("chat").members == (AliasMember("chat-v51", 1),)
+    with pytest.raises(NotFound, match="'chat' not found"):
+        ask(None, 0)
 
 
 def test_clients_of_dynamo_s_door_cannot_speak_to_workers_as_a_front_does(fleet: DynamoFleet) -> None:

@@ -31,6 +31,13 @@ def test_the_list_is_the_servers_with_ids_that_javascript_can_hold(console: Test
     assert (second["lora_task_id"], second["tenant"], second["ranks"]) == ("7", "acme", [4])
 
 
+def test_aliases_come_with_the_list(console: TestClient, server: Any) -> None:
+    alias = {"name": "chat", "members": [{"name": "chat-v7", "weight": 90}, {"name": "chat-v8", "weight": 10}]}
+    server.reports["list"] = {"adapters": [adapter()], "aliases": [alias]}
+    assert console.get("/api/adapters").json()["aliases"] == [alias]
+    assert len(server.operations) == 1
+
+
 def test_two_thousand_adapters_are_a_short_answer(console: TestClient, server: Any) -> None:
     server.reports["list"] = {
         "adapters": [adapter(lora_task_id=2**62 + 977 * i, digest=f"{i * 7919:064x}") for i in range(2000)]

@@ -69,9 +69,9 @@ class AdapterToLoad(_Strict):
 
 @router.get("/api/adapters")
 async def list_adapters(client: TheClient) -> Response:
-    """Rows of values, so that thousands of adapters are short."""
-    adapters = await client.list_adapters()
-    return json_reply({"columns": COLUMNS, "rows": [_row(adapter) for adapter in adapters]})
+    """Rows of values, so that thousands of adapters are short; and the aliases."""
+    adapters, aliases = await client.list_all()
+    return json_reply({"columns": COLUMNS, "rows": [_row(adapter) for adapter in adapters], "aliases": aliases})
 
 
 @router.post("/api/load")

@@ -2,6 +2,7 @@
 
 import * as api from "./api.js";
 import { AdapterTable } from "./adapters.js";
+import { AliasList } from "./aliases.js";
 import { Details } from "./details.js";
 import { byId, el, openDialog, say, toast } from "./dom.js";
 import { EventList } from "./events.js";
@@ -24,6 +25,7 @@ const details = new Details(byId("details"), {
 const table = new AdapterTable(byId("table"), byId("count"), (adapter) => details.show(adapter));
 const tiers = new Tiers(byId("tiers"), (adapter) => table.select(adapter));
 const live = new Live(byId("live"), byId("batch"), byId("busiest"), showAdapter);
+const aliasList = new AliasList(byId("aliases"));
 const events = new EventList(byId("events"), showAdapter);
 const playground = new Playground(byId("view-playground"));
 const uploads = new Uploads(refreshSoon, askAdapter);
@@ -104,12 +106,13 @@ async function listIfNeeded() {
   const age = performance.now() - state.listedAt;
   const isDue = state.listedAt === 0 || (state.isStale && age > Math.max(LIST_MS, state.adapters.length * 2)) || age > MAX_LIST_MS;
   if (!isDue) return tiers.update(state.adapters, state.stats);
-  const { columns, rows } = await api.get("adapters");
+  const { columns, rows, aliases = [] } = await api.get("adapters");
   state.adapters = rows.map((row) => Object.fromEntries(columns.map((column, index) => [column, row[index]])));
   state.isStale = false;
   state.listedAt = performance.now();
   const byTaskId = new Map(state.adapters.map((adapter) => [adapter.lora_task_id, adapter]));
   table.update(state.adapters);
+  aliasList.update(aliases);
   details.update(state.adapters);
   events.names = live.names = byTaskId;
   playground.adapters = state.adapters;

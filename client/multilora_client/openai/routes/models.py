@@ -51,11 +51,12 @@ async def _names_at_server(front: OpenaiFront, caller: Access) -> list[str]:
     if not caller.sees_the_server:
         return []
     try:
-        return await front.client_of(caller).list_names()
+        adapters, aliases = await front.client_of(caller).list_all()
     except Unavailable:
         if caller.key:
             raise
         return []  # the list tells whether the front answers, too
+    return [*(adapter.name for adapter in adapters if adapter.name), *(alias.name for alias in aliases)]
 
 
 async def _max_model_len(front: OpenaiFront, caller: Access) -> int | None:
