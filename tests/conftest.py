@@ -34,7 +34,10 @@ LONGEST = (
 
 OWN_SERVERS = tuple(
     f"tests/e2e/test_{name}.py"
-    for name in ("abuse", "api_keys", "conformance_protocols", "conformance_unary", "disk_tier", "faults", "shutdown")
+    for name in (
+        *("abuse", "api_keys", "conformance_encoders", "conformance_protocols", "conformance_unary"),
+        *("disk_tier", "faults", "shutdown"),
+    )
 )
 """Files of e2e/ that have servers of their own: any process can run them."""
 

@@ -113,7 +113,7 @@ def test_preprocessing_makes_word_lists(url: str, vocabulary: tokenizers.Tokeniz
     assert preprocess(url).as_numpy("EMBEDDING_BIAS").shape == (1, 0)
 
 
-@row("preprocessing", "images, videos, decoder texts and prompt tables", "refused")
+@row("preprocessing", "images, videos, prompt tables; without an encoder decoder texts", "refused")
 def test_preprocessing_refuses_what_other_models_take(url: str) -> None:
     assert_refused(url, "preprocessing", {"QUERY": words(PROMPT), "REQUEST_OUTPUT_LEN": integer(7)})
 
@@ -267,7 +267,7 @@ def test_token_counts(url: str) -> None:
 
 @row(
     "tensorrt_llm",
-    "encoder inputs, prompt tables, images, draft tokens, retention, disaggregated prefill",
+    "prompt tables, images, draft tokens, retention, disaggregated prefill; without an encoder decoder inputs",
     "refused",
 )
 def test_tensorrt_llm_refuses_what_it_does_not_do(url: str) -> None:

@@ -1,15 +1,14 @@
 """The examples of the documents, run as printed but for the ports."""
 
 import json
-import os
 import re
 import shlex
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.documents import PAGES, REPOSITORY, examples, run, run_bash
 
 from multilora_client import Adapter, Client, load_adapter
 from multilora_client.keys import parse_keys
@@ -17,23 +16,10 @@ from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.tritonserver import ServerProcess
 from servers.openai_front import started_openai_front
 
-REPOSITORY = Path(__file__).parents[2]
-PAGES = [
-    *(REPOSITORY / name for name in ("README.md", "SECURITY.md", "adapters/README.md", "docker/README.md")),
-    *sorted((REPOSITORY / "docs").glob("*.md")),
-]
-EXAMPLE = re.compile(r"<!-- example: (\w+) -->\n+```\w+\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"^(.*)\n```(bash|python|json)$", re.MULTILINE)
 TRIED_BY = re.compile(r"<!-- tried by: (\S+\.py) -->")
 NOT_TRIED = re.compile(r"<!-- not tried: .+ -->")
 OPENAI = "localhost:9000"
-
-
-def examples() -> dict[str, str]:
-    """The code blocks after marks `<!-- example: NAME -->`, by name."""
-    found = [match.groups() for page in PAGES for match in EXAMPLE.finditer(page.read_text())]
-    assert len(dict(found)) == len(found), "two examples have the same name"
-    return dict(found)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
@@ -46,7 +32,7 @@ def test_every_example_is_run_here_or_names_its_trial(page: Path) -> None:
 
 
 def test_every_example_has_a_test() -> None:
-    source = Path(__file__).read_text()
+    source = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     assert [name for name in examples() if not re.search(rf"[\"']{name}[\"']", source)] == []
 
 
@@ -56,19 +42,6 @@ def example(name: str, server: ServerProcess) -> str:
     code = printed.replace("localhost:8000", server.http_url).replace("localhost:8001", server.grpc_url)
     assert code != printed, "the example names neither localhost:8000 nor localhost:8001"
     return code
-
-
-def run(command: list[str]) -> str:
-    """The output of `command` in the repository's root, where the commands of the environment are at hand."""
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.strip(), result.stderr
-    return result.stdout
-
-
-def run_bash(script: str) -> str:
-    return run(["bash", "-euo", "pipefail", "-c", script])
 
 
 def test_ones_own_adapter_answers_from_a_shell(server: ServerProcess, client: Client, pirate: Adapter) -> None:
