@@ -15,7 +15,7 @@
         AdapterNotHere      -> NOT_FOUND          an operation is on an adapter that no tier has
         AdapterConflict     -> ALREADY_EXISTS     the id is cached with other weights
         AdapterVersionChanged -> ALREADY_EXISTS   the adapter has another digest than the operator expects
-        AliasConflict       -> ALREADY_EXISTS     a name would be that of an adapter and that of an alias
+          AliasConflict                           a name would be that of an adapter and that of an alias
         AliasVersionNotFound -> NOT_FOUND         no member of the alias has the digest that the request demands
         AliasNotKnown       -> NOT_FOUND          an operation is on an alias that there is not
         Unsupported         -> UNSUPPORTED        well-formed, but something this server does not do
@@ -226,10 +226,11 @@ class AdapterVersionChanged(RequestError):
         )
 
 
-class AliasConflict(RequestError):
+class AliasConflict(AdapterConflict):
     """A name would be that of an adapter and that of an alias. A name has one meaning."""
 
-    code = "ALREADY_EXISTS"
+    def __init__(self, message: str) -> None:
+        RequestError.__init__(self, message)
 
 
 class AliasVersionNotFound(RequestError):

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -22,13 +23,15 @@ from support.served_engine import served
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
-from multilora_engine.errors import AdapterVersionNotFound, InvalidRequest
+from multilora_engine.errors import AdapterVersionNotFound, AliasVersionNotFound, InvalidRequest
+from multilora_engine.lora.aliases import choose_member
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora.names import SetMember, checked_members, set_task_id, task_id_of
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.process.client import EngineClient
-from multilora_engine.process.operations import ListAdapters, LoadAdapter, Operation, UnloadAdapter
+from multilora_engine.process.operations import ListAdapters, LoadAdapter, Operation, SetAlias, UnloadAdapter
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
+from multilora_wire.adapter_info import Alias, AliasMember
 
 NOWHERE = "0" * 32
 """A digest that no adapter has."""
@@ -184,12 +187,59 @@ def test_a_digest_without_an_adapter_is_refused(engine: Engine) -> None:
     assert_idle(engine)
 
 
+def set_alias(engine: Engine, **weights: int) -> None:
+    engine.loras.aliases.set(Alias("chat", tuple(AliasMember(name, weight) for name, weight in weights.items())))
+
+
+def test_a_member_of_an_alias_comes_from_its_source_and_no_other_member_answers_for_it(
+    engine: Engine, digests: dict[str, str]
+) -> None:
+    set_alias(engine, pirate=1, parrot=0)
+    for digest, name in (("", "pirate"), (digests["parrot"], "parrot")):  # one by its weight, one by its digest
+        final = ask(engine, request("chat", digest)).final
+        assert final is not None
+        assert (final.finish_reason, final.lora_digest, final.lora_name) == ("length", digests[name], name)
+    with pytest.raises(AliasVersionNotFound, match=f"no member of the alias 'chat' .*, {NOWHERE}: pirate"):
+        engine.add_request(request("chat", NOWHERE))
+    set_alias(engine, nobody=1, pirate=0)
+    final = ask(engine, request("chat")).final
+    assert final is not None
+    assert (final.error_code, "LoRA adapter 'nobody' not found" in str(final.error_message)) == ("NOT_FOUND", True)
+    assert [info.name for info in engine.loras.inventory.describe()] == ["pirate", "parrot"]
+
+
+def test_requests_under_way_keep_their_member_when_weights_move(engine: Engine, digests: dict[str, str]) -> None:
+    set_alias(engine, pirate=1)
+    answers = {name: Answer() for name in ("waits for its adapter", "runs", "later")}
+    engine.add_request(replace(request("chat"), request_id="waits for its adapter"))
+    set_alias(engine, parrot=1)
+    while not answers["waits for its adapter"].token_ids:
+        for output in engine.step():
+            answers[output.request_id].add(output)
+    engine.add_request(replace(request("chat"), request_id="later"))
+    engine.add_request(replace(request("pirate"), request_id="runs"))
+    engine.loras.aliases.remove("chat", "")
+    while engine.has_work:
+        for output in engine.step():
+            answers[output.request_id].add(output)
+        engine.check_integrity()
+    told = {name: answer.final.lora_digest for name, answer in answers.items() if answer.final}
+    assert told == {
+        "waits for its adapter": digests["pirate"],
+        "runs": digests["pirate"],
+        "later": digests["parrot"],
+    }
+    assert "LoRA adapter 'chat' not found in cache" in refusal(engine, request("chat"))
+
+
 PROMPT = [5, 17, 200, 3, 44, 8]
 NUM_VERSIONS = 4
 NAMES = ("a", "b", "c", "d", "e")
 """More than fit in memory."""
 SOURCED = "s"
 """The name that a source has, too."""
+ALIAS = "chat"
+"""A name that stands for some of `NAMES`."""
 PAGE_BYTES = 1 << 18
 """An adapter of the tiny model has one page."""
 
@@ -243,12 +293,14 @@ class World:
     def end(self) -> None:
         self._running.pop_all().close()
 
-    def ask(self, name: str, digest: str = "", sent: int | None = None) -> Callable[[], list[TokenOutput]]:
+    def ask(
+        self, name: str, digest: str = "", sent: int | None = None, session: str = ""
+    ) -> Callable[[], list[TokenOutput]]:
         """Send a request, perhaps with a version's weights. The function waits for its outputs."""
         listener, task_id = RecordingListener(), task_id_of(name)
         sampling = SamplingParams(max_tokens=8, end_id=-1)
         asked = GenerationRequest("r", PROMPT, sampling, task_id, lora_name=name, lora_expected_digest=digest)
-        asked = replace(asked, request_id=f"r{id(listener)}")
+        asked = replace(asked, request_id=f"r{id(listener)}", lora_session=session)
         self.client.generate(listener, [asked], adapter=None if sent is None else (task_id, self.packed[sent]))
         return listener.wait
 
@@ -280,7 +332,7 @@ Step = tuple[str, str, int, str]
 that of the action's version, or that of no version.
 """
 
-actions = st.sampled_from(["put", "unload", "ask", "ask with weights"])
+actions = st.sampled_from(["put", "unload", "ask", "ask with weights", "move", "ask alias", "put alias"])
 digests_of_steps = st.sampled_from(["none", "present", "version", "nowhere"])
 versions = st.integers(0, NUM_VERSIONS - 1)
 steps = st.tuples(actions, st.sampled_from(NAMES), versions, digests_of_steps)
@@ -298,12 +350,14 @@ class VersionsMachine(RuleBasedStateMachine):
         self.world = world
         self.meaning: dict[str, str] = {}
         self.in_source = ""
+        self.alias = Alias(ALIAS, ())
 
     @initialize(version=versions)
     def begin(self, version: int) -> None:
         for info in self.listed():
             self.world.operate(UnloadAdapter(info["lora_task_id"]))()
         self.exchange_folder(version)
+        self.move(NAMES[0], version)
 
     def listed(self) -> list[dict[str, Any]]:
         """The adapters that the engine has."""
@@ -329,6 +383,16 @@ class VersionsMachine(RuleBasedStateMachine):
                 return partial(self.check_unload, self.world.operate(operation), name, digest)
             case "ask":
                 return partial(self.check_answer, self.world.ask(name, digest), name, digest)
+            case "ask alias":
+                session = f"session {version}"
+                wait = self.world.ask(ALIAS, digest, session=session)
+                return partial(self.check_alias, wait, self.alias, session, digest)
+            case "put alias":
+                wait = self.world.put(ALIAS, version)
+                return lambda: self.check_refused(wait)
+            case "move":
+                self.move(name, version)  # while the actions before it are under way
+                return lambda: None
             case _:
                 return partial(self.check_sent, self.world.ask(name, digest, version), name, new, digest)
 
@@ -364,6 +428,28 @@ class VersionsMachine(RuleBasedStateMachine):
             assert outputs[-1].error_code == "NOT_FOUND"
         else:
             self.check_tokens(outputs, present)
+
+    def move(self, name: str, version: int) -> None:
+        """Give the alias other weights."""
+        weights = dict.fromkeys(NAMES[:2], 1) | {name: version}
+        self.alias = Alias(ALIAS, tuple(AliasMember(member, weight) for member, weight in weights.items()))
+        final = self.world.operate(SetAlias(ALIAS, self.alias.members))()[-1]
+        assert final.error_code is None, final.error_message
+
+    def check_alias(self, wait: Callable[[], list[TokenOutput]], alias: Alias, session: str, demanded: str) -> None:
+        """alias: as it was when the request was sent."""
+        outputs = wait()
+        if not demanded:
+            member = choose_member(alias, session).name
+            assert outputs[-1].lora_name in ("", member)
+            self.check_answer(lambda: outputs, member, "")
+        elif demanded in {self.meaning.get(member.name) for member in alias.members}:
+            self.check_tokens(outputs, demanded)
+        else:
+            assert outputs[-1].error_code == "NOT_FOUND"
+
+    def check_refused(self, wait: Callable[[], list[TokenOutput]]) -> None:
+        assert wait()[-1].error_code == "ALREADY_EXISTS"
 
     def check_sent(self, wait: Callable[[], list[TokenOutput]], name: str, new: str, demanded: str) -> None:
         outputs = wait()
@@ -423,6 +509,8 @@ class VersionsMachine(RuleBasedStateMachine):
     @invariant()
     def every_name_means_what_the_model_says(self) -> None:
         assert {info["name"]: info["digest"] for info in self.listed()} == self.meaning
+        aliases = json.loads(self.world.operate(ListAdapters())()[-1].text)["aliases"]
+        assert msgspec.convert(aliases, list[Alias]) == [self.alias]
 
 
 @pytest.mark.parametrize("on_conflict", ["replace", "refuse"])

@@ -23,6 +23,7 @@ from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import (
     AdapterConflict,
     AdapterNotFound,
+    AliasConflict,
     InvalidRequest,
     PathNotCovered,
     QueueFull,
@@ -42,6 +43,7 @@ from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_wire.adapter_event import AdapterEvent
+from multilora_wire.adapter_info import Alias, AliasMember
 
 
 def packed(seed: int) -> PackedAdapter:
@@ -112,6 +114,18 @@ def test_what_is_at_a_path_is_fetched_apart_and_takes_the_name_it_was_asked_for_
     assert list(world.remote.poll()) == [named], "it is known now"
     named_future.set_result(FetchedAdapter(packed(1), "x"))
     assert world.loras.inventory.info(task_id_of("x")).digest == packed(2).digest
+
+
+def test_an_adapter_whose_folder_has_an_alias_s_name_is_refused_as_a_client_s_mistake() -> None:
+    world = World()
+    there = world.remote.fetch(key("x"), path="/there/chat")
+    world.loras.aliases.set(Alias("chat", (AliasMember("chat-v7", 1),)))
+    world.fetcher.begin().set_result(FetchedAdapter(packed(2), "chat"))
+    assert list(world.remote.poll()) == [there]
+    assert isinstance(there.error, AliasConflict)
+    assert there.error.code == "ALREADY_EXISTS"
+    assert world.remote.stats.failures == 0
+    assert world.loras.inventory.describe() == []
 
 
 @pytest.mark.parametrize("on_conflict", ["refuse", "replace"])
