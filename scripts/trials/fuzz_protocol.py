@@ -118,6 +118,7 @@ def read_facts(grpc_url: str, model: Path) -> ModelFacts:
         row_widths={module: num_values(sites.module_at[0, module], rank=1) for module in MODULES},
         num_layers=sites.num_layers,
         vocab_size=config.vocab_size,
+        has_encoder=sites.has_encoder,
     )
 
 

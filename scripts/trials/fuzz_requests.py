@@ -143,7 +143,7 @@ def _not_finite(random: Random, request: WireRequest, facts: ModelFacts) -> None
 def _wrong_count(random: Random, request: WireRequest, facts: ModelFacts) -> None:
     """Makes two lists that belong together, or a list and its length, differ."""
     count = random.choice((0, 1, 3, 50))
-    match random.randrange(4):
+    match random.randrange(5):
         case 0:
             request.put(tensor("embedding_bias_weights", [1.0] * count, "FP32"))
         case 1:
@@ -153,6 +153,9 @@ def _wrong_count(random: Random, request: WireRequest, facts: ModelFacts) -> Non
             name = random.choice(("bad_words_list", "stop_words_list"))
             ends = [random.choice((-1, 0, 1, 2, 99, -2)) for _ in range(count)]
             request.put(tensor(name, [[7] * count, ends], "INT32"))
+        case 3:
+            request.put(tensor("decoder_input_ids", [5] * count, "INT32"))
+            request.put(tensor("decoder_input_lengths", [random.choice((-1, 0, 2, 51))], "INT32"))
         case _:
             request.put(tensor("embedding_bias", [0.5] * random.choice((1, facts.vocab_size + 1)), "FP32"))
 
@@ -166,7 +169,9 @@ def _broken_text(random: Random, request: WireRequest, facts: ModelFacts) -> Non
 
 
 def _strange_text(random: Random, request: WireRequest, facts: ModelFacts) -> None:
-    name = random.choice(("text_input", "stop_words", "bad_words", "embedding_bias_words", "lora_name"))
+    name = random.choice(
+        ("text_input", "stop_words", "bad_words", "embedding_bias_words", "lora_name", "decoder_text_input")
+    )
     words = [random.choice(_STRANGE_TEXTS) for _ in range(random.choice((1, 1, 40)))]
     request.put(tensor(name, [word.encode() for word in words], "BYTES"))
 

@@ -73,12 +73,16 @@ class WireRequest:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The facts for making requests. inputs: of each model. row_widths: by module id, in + out size of a LoRA row."""
+    """The facts for making requests. inputs: of each model. row_widths: by module id, in + out size of a LoRA row.
+
+    has_encoder: whether requests may begin their answers, and have no chats.
+    """
 
     inputs: Mapping[str, Mapping[str, InputSpec]]
     row_widths: Mapping[int, int]
     num_layers: int
     vocab_size: int
+    has_encoder: bool = False
 
 
 def tensor(name: str, values: Any, datatype: str) -> WireTensor:
@@ -124,7 +128,9 @@ def valid_request(random: Random, door: str, number: int, facts: ModelFacts) -> 
     model = DOORS[door]
     known = facts.inputs[model]
     # The JSON of `generate` has no place for weights.
-    tensors = [_prompt(random, known), *_options(random, number, facts, has_weights="generate" not in door)]
+    tensors = [_prompt(random, known, facts), *_options(random, number, facts, has_weights="generate" not in door)]
+    if facts.has_encoder:
+        tensors += _beginning(random, facts)
     tensors.append(tensor("max_tokens", [random.randint(1, 4)], "INT32"))
     if "stream" in door:
         tensors.append(tensor("streaming", [True], "BOOL"))
@@ -133,12 +139,31 @@ def valid_request(random: Random, door: str, number: int, facts: ModelFacts) -> 
     return WireRequest(door, model, f"fuzz-{number}", [t for t in tensors if t.name in known])
 
 
-def _prompt(random: Random, known: Mapping[str, InputSpec]) -> WireTensor:
+def _beginning(random: Random, facts: ModelFacts) -> list[WireTensor]:
+    """Of an answer, in a form that the door has."""
+    token_ids = [random.randrange(facts.vocab_size) for _ in range(random.choice((1, 1, 4)))]
+    match random.randrange(4):
+        case 0:
+            return [tensor("decoder_input_ids", token_ids, "INT32")]
+        case 1:
+            length = tensor("decoder_input_lengths", [random.randint(0, len(token_ids))], "INT32")
+            return [tensor("decoder_input_ids", token_ids, "INT32"), length]
+        case 2:
+            return [text_tensor("decoder_text_input", random.choice(("", "der", "Es war einmal 🦜")))]
+        case _:
+            return []
+
+
+def _prompt(random: Random, known: Mapping[str, InputSpec], facts: ModelFacts) -> WireTensor:
     match random.choice(("text_input", "messages", "input_ids")):
-        case "messages" if "messages" in known:
+        case "messages" if "messages" in known and not facts.has_encoder:
             return text_tensor("messages", json.dumps([{"role": "user", "content": "Who are you? 🦜"}]))
         case "input_ids" if "input_ids" in known:
-            return tensor("input_ids", [random.randint(0, 300) for _ in range(random.randint(1, 20))], "INT32")
+            return tensor(
+                "input_ids",
+                [random.randint(0, min(300, facts.vocab_size - 1)) for _ in range(random.randint(1, 20))],
+                "INT32",
+            )
         case _:
             return text_tensor("text_input", random.choice(("The sea is", "東京の天気は", "1 2 3", "مرحبا")))
 
@@ -162,7 +187,7 @@ def _options(random: Random, number: int, facts: ModelFacts, has_weights: bool) 
         case 4:
             return [tensor("seed", [random.getrandbits(64)], "UINT64"), tensor("runtime_top_k", [5], "INT32")]
         case 5:
-            start = [tensor("lora_start", [0], "INT32")]
+            start = [] if facts.has_encoder else [tensor("lora_start", [0], "INT32")]
             return [tensor("lora_task_id", [CACHED_TASK_ID], "UINT64"), *random.choice(([], start))]
         case 6 | 7 if has_weights:
             # The same adapter under the same id each time: another one would be refused.

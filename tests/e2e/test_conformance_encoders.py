@@ -36,6 +36,7 @@ from multilora_client.openai.catalogue import Catalogue
 from multilora_engine.tritonserver import ServerProcess
 from multilora_engine.tritonserver.upstream_models import UpstreamModels
 from servers.started_server import started_server
+from trials.fuzz_protocol import Fuzz, Tally, measure, read_facts
 
 TEXTS = ["the dog sings a song", "hallo", "a big bad fox ! is here , and there"]
 NUM_TOKENS = 12
@@ -59,6 +60,7 @@ class Served:
     """
 
     def __init__(self, server: ServerProcess, folder: Path, adapters: Adapters) -> None:
+        self.server = server
         self.url, self.http_url = server.grpc_url, server.http_url
         self.folder = folder
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder / "base")
@@ -310,3 +312,17 @@ def test_the_example_of_a_translation_has_the_answers_of_two_adapters(served: Se
     beginning = (0, *served.tokenizer("das", add_special_tokens=False).input_ids)
     answer = served.tokens(sources, beginning, "to-german", num_tokens=16)
     assert json.loads(begun)["text_output"] == served.text([*beginning, *answer])
+
+
+@pytest.mark.long(reason="30 s")
+def test_wrong_requests_are_answered_or_refused_and_the_server_is_none_the_worse(served: Served, seed: int) -> None:
+    facts = read_facts(served.url, served.folder / "base")
+    assert facts.has_encoder
+    fuzz, tally = Fuzz(served.url, served.http_url, facts, seed, num_clients=4), Tally()
+    processes = measure(served.server).processes.keys()
+    with fuzz.cached_adapter():
+        canaries = fuzz.canaries()
+        fuzz.run(range(400), tally)
+        assert fuzz.canaries() == canaries
+    assert tally.failures == []
+    assert measure(served.server).processes.keys() == processes, "a process died"

@@ -266,7 +266,7 @@ def random_tokens(n: int, seed: int) -> list[int]:
 def save_t5_tokenizer(path: Path) -> Path:
     """Write a tokenizer of `VOCAB_SIZE` pieces, T5's, into `path`, which is returned. It ends sources with `</s>`."""
     specials = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -2.0)]
-    letters = "abcdefghijklmnopqrstuvwxyzäöüßABCDEFGHIJ.,!?'-"
+    letters = "abcdefghijklmnopqrstuvwxyzäöüß0123456789.,!?'-"
     pieces = [
         "\u2581",
         *letters,
