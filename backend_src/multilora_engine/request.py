@@ -44,7 +44,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     the answer. embedding_bias: (token id, addend of its logit). bad_token_sequences: never completed.
 
     forced_first_id: the answer's first token, whatever else the request says; a guide holds for the text after it.
-    min_tokens: no end token before this many tokens. end_id: None means the checkpoint's own end tokens; -1 means none.
+    min_tokens: no end token before this many tokens. end_id: None means the model's own end tokens, which are `end_ids`
+    if there are any, else the checkpoint's; -1 means none.
     guide_after_thinking: the guide holds for the text after the thinking of a model that thinks (guides/thinking.py).
     guide: an end token is chosen only if the answer parses. If nothing can follow, the answer ends by itself, even
     before `min_tokens`.
@@ -83,6 +84,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     bad_token_sequences: tuple[tuple[int, ...], ...] = ()
     seed: int | None = None
     end_id: int | None = None
+    end_ids: tuple[int, ...] = ()
     stop_words: tuple[str, ...] = ()
     stop_token_sequences: tuple[tuple[int, ...], ...] = ()
     include_stop_str_in_output: bool = False
@@ -180,6 +182,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     lora_path: the place of the adapter's files, which a source covers. The adapter that answers is the one at the path:
         another one under the id is replaced, or the request refused, as `lora_on_conflict` says. Empty: no matter where
         the adapter came from.
+    chat_use: the `use_digest` by which a chat became the prompt and its options; the engine asks for another prompt
+        where the version that answers has another use. UNWRITTEN: nothing is written yet. None: the prompt is no chat.
     source_token_ids: of an encoder-decoder model, the text that the encoder reads. The prompt is then the beginning of
         the decoder's text. Empty for all other models.
     lora_expected_digest: the digest of the adapter that must answer. Empty: any version of the adapter.
@@ -202,6 +206,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     lora_session: str = ""
     source_token_ids: list[int] = []
     lora_expected_digest: str = ""
+    chat_use: str | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -212,6 +217,10 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     def task_id(self) -> TaskId | None:
         """The adapter to use, as the engine knows it."""
         return None if self.lora_task_id is None else scoped_task_id(self.adapter_tenant, self.lora_task_id)
+
+
+UNWRITTEN = "unwritten"
+"""`GenerationRequest.chat_use` of a chat whose prompt and options wait until the adapter's use is known."""
 
 
 class TokenLogProb(msgspec.Struct, frozen=True):
@@ -272,6 +281,8 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     beams: all answers of a beam search, in its only output: best first, at most `beam_width`. Its reason is the
         best answer's, and num_output_tokens counts all of them.
     stop_word: that ended the answer, in the last output; empty for any other end, and for beams.
+    asked_use: `AdapterTraits.use` of the adapter that is to answer: the front shall write the chat by it, and give the
+        prompt. There is nothing else in such an output. None in any other.
     """
 
     request_id: str
@@ -293,6 +304,7 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     perf: PerfMetrics | None = None
     beams: list[BeamOutput] = []
     stop_word: str = ""
+    asked_use: str | None = None
 
     @property
     def num_new_tokens(self) -> int:

@@ -127,15 +127,19 @@ _SAMPLING_INPUTS: Mapping[str, tuple[str, type[np.generic]]] = {
 
 def _sampling_inputs(options: GenerateOptions) -> dict[str, Tensor]:
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    weak = {*(given.pop("default_options", None) or ()), *({"max_tokens"} - given.keys())}
     given.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
     if "temperature" in given and not given.keys() & {"top_k", "top_p"}:
         # To the server a temperature of 1 by itself asks for nothing, since others' clients always send it.
         given["top_k"] = 0
+        weak.add("top_k")
     inputs = {
         input_name: checked_tensor(option, given[option], dtype)
         for option, (input_name, dtype) in _SAMPLING_INPUTS.items()
         if option in given
     }
+    if "messages" in given and weak:
+        inputs["default_inputs"] = _strings("default_options", sorted(_SAMPLING_INPUTS[option][0] for option in weak))
     for option in ("stop_words", "bad_words"):
         if given.get(option):
             inputs[option] = _strings(option, given[option])

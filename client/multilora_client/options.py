@@ -64,6 +64,8 @@ class GenerateOptions(ChatOptions, total=False):
     guide_type, guide: the form that the answer must have: `json` (without a guide), or `json_schema`, `regex` or
         `ebnf_grammar` with its text as the guide. guide_after_thinking: a model that thinks may do so first; not at the
         ensembles.
+    default_options: the names of options whose values are the caller's own defaults: for a chat, an adapter's defaults
+        come before them, see AdapterUse. Options that are not given yield to these anyway.
     lora_name: the adapter by the name under which the server has it, instead of by its id.
     lora_expected_digest: the digest that the adapter must have, as an answer's `lora_digest` tells it. Where the server
         has another version, the request is refused with NotFound.
@@ -112,6 +114,7 @@ class GenerateOptions(ChatOptions, total=False):
     guide_type: str | None
     guide: str | None
     guide_after_thinking: bool | None
+    default_options: Sequence[str] | None
     lora_name: str | None
     lora_expected_digest: str | None
     lora_session: str | None

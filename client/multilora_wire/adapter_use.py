@@ -5,6 +5,7 @@ The folder's files travel as they are: the server alone has the base model, whic
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
@@ -106,6 +107,12 @@ def parse_use(text: str) -> AdapterUse:
         return msgspec.json.decode(text, type=AdapterUse)
     except msgspec.MsgspecError as error:
         raise UseError(f"an adapter's use cannot be read: {error}") from None
+
+
+@lru_cache(maxsize=256)
+def use_digest(text: str) -> str:
+    """A short name of an `AdapterUse.text`: equal for the same text; "" for no use."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest() if text else ""
 
 
 def read_use_files(directory: Path, check: Callable[[Path], None] = lambda path: None) -> dict[str, str]:

@@ -31,6 +31,7 @@ from multilora_engine.lora.sources.fetcher import AdapterFetcher
 from multilora_engine.process.adapter_operator import PendingSwitch
 from multilora_engine.process.main import main
 from multilora_engine.request import BeamOutput, FinishReason, GenerationRequest, PerfMetrics, TokenLogProb, TokenOutput
+from multilora_wire.adapter_use import use_digest
 from support.adapters import TINY
 
 HOLD, FAIL_STEP, DIE, BUG, HANG = 1001, 1002, 1003, 1004, 1005
@@ -119,6 +120,8 @@ class FakeEngine:
         self.requests: dict[str, GenerationRequest] = {}
         self.produced: dict[str, list[int]] = {}
         self.aborted: list[str] = []
+        self.unwritten: dict[str, str] = {}
+        self.waiting: set[str] = set()
         self.is_closed = False
 
     @property
@@ -153,9 +156,21 @@ class FakeEngine:
             except AdapterNotFound as error:
                 raise error.under_name(request.lora_name) from None
         self.accepted.append(request)
+        adapter = None if request.task_id is None else self.adapters.get(request.task_id)
+        if adapter is not None and request.chat_use not in (None, use_digest(adapter.traits.use)):
+            self.unwritten[request.request_id] = adapter.traits.use
         self.requests[request.request_id] = request
         self.produced[request.request_id] = []
         return request
+
+    def give_prompt(self, request: GenerationRequest) -> int:
+        if request.sampling.max_tokens > self.info.max_model_len:
+            del self.requests[request.request_id]
+            raise InvalidRequest("the answer is too long")
+        self.accepted.append(request)
+        self.requests[request.request_id] = request
+        self.waiting.discard(request.request_id)
+        return 1
 
     def abort(self, request_id: str) -> TokenOutput | None:
         if request_id not in self.requests:
@@ -178,7 +193,11 @@ class FakeEngine:
                 os._exit(3)
             if request.prompt_token_ids[0] == HANG:
                 os.kill(os.getpid(), signal.SIGSTOP)
-        return [self._next(request) for request in list(self.requests.values()) if request.prompt_token_ids[0] != HOLD]
+        asked = [TokenOutput(request_id, [], "", asked_use=use) for request_id, use in self.unwritten.items()]
+        self.waiting |= self.unwritten.keys()
+        self.unwritten.clear()
+        ready = [request for request_id, request in self.requests.items() if request_id not in self.waiting]
+        return asked + [self._next(request) for request in ready if request.prompt_token_ids[0] != HOLD]
 
     def note_sent(self) -> None:
         """It keeps no pace."""

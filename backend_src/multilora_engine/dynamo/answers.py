@@ -18,10 +18,11 @@ from dynamo.llm.exceptions import (
 )
 
 from multilora_engine.dynamo.fleet_uploads import UploadLost
-from multilora_engine.errors import EngineUnavailable, RateExceeded, RequestError
+from multilora_engine.errors import EngineUnavailable, RateExceeded, RequestError, Unsupported
 from multilora_engine.request import GenerationRequest, TokenLogProb, TokenOutput
 from multilora_engine.sequences.prompt_log_probs import NO_TOKEN, row_type
 from multilora_engine.text.tokenizer import Tokenizer
+from multilora_wire.adapter_use import parse_use
 
 _TOO_MANY_REQUESTS = 429
 
@@ -71,7 +72,13 @@ class Answer:
         self._tokenizer = tokenizer
 
     def chunk(self, output: TokenOutput) -> Chunk:
-        """The chunk of an output. output: has no error."""
+        """The chunk of an output. output: has no error. Raises Unsupported if the engine asks for another prompt."""
+        if output.asked_use is not None:
+            use = ", ".join(parse_use(output.asked_use).describe())
+            raise Unsupported(
+                f"LoRA adapter {self._request.lora_name!r} has a use of its own ({use}), and Dynamo's front writes "
+                "chats by the base model's; ask through Triton"
+            )
         chunk: Chunk = {"token_ids": output.token_ids, "index": 0}
         if output.log_probs:
             chunk["log_probs"] = [_finite(told.log_prob) for told in output.log_probs]

@@ -26,6 +26,7 @@ from multilora_engine.process.messages import (
     AdapterHeader,
     AdapterTaken,
     Add,
+    GivePrompt,
     Hello,
     Operate,
     PutAdapter,
@@ -71,6 +72,7 @@ class FleetRelay:
         self._drain = drain
         self._is_draining = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._prompts: dict[str, asyncio.Future[GenerationRequest]] = {}
         self._front_of: dict[str, bytes] = {}
         self._flush_is_due = False
         self._loop = asyncio.get_running_loop()
@@ -131,6 +133,9 @@ class FleetRelay:
                     self._begin(front, request.request_id, self._generate(front, message, request, first))
             case PutAdapter():
                 self._begin(front, message.request_id, self._put(front, message, payload))
+            case GivePrompt(request):
+                if (prompt := self._prompts.get(request.request_id)) is not None and not prompt.done():
+                    prompt.set_result(request)
             case Stop():
                 self._begin(front, message.request_id, self._stop(front, message))
             case Operate():
@@ -199,11 +204,33 @@ class FleetRelay:
                 if request is message.requests[0]:
                     self._fronts.send(front, AdapterTaken(request.request_id))
                     worker_id = picked
-            async with aclosing(self._outputs(message, request, worker_id)) as outputs:
-                async for output in outputs:
-                    self._send(front, output)
+            written: GenerationRequest | None = request
+            while written is not None:
+                written = await self._answer(front, message, written, worker_id)
         finally:
             await self._router.ended(request.request_id)
+
+    async def _answer(
+        self, front: bytes, message: Add, request: GenerationRequest, worker_id: int | None
+    ) -> GenerationRequest | None:
+        """Send the outputs of a request. Returns the request with its prompt if the worker's engine asked for that.
+
+        The worker's call ends then; the next one asks again if another version of the adapter answers it.
+        """
+        prompt: asyncio.Future[GenerationRequest] = self._loop.create_future()
+        async with aclosing(self._outputs(message, request, worker_id)) as outputs:
+            async for output in outputs:
+                if output.asked_use is not None:
+                    self._prompts[request.request_id] = prompt
+                self._send(front, output)
+                if output.asked_use is not None:
+                    break
+            else:
+                return None
+        try:
+            return await prompt
+        finally:
+            del self._prompts[request.request_id]
 
     async def _outputs(
         self, message: Add, request: GenerationRequest, worker_id: int | None

@@ -138,6 +138,8 @@ def engine_request(
         lora_name=lora_name,
         # Prompts of different salts share no blocks, as prompts of different tenants share none.
         sender=Sender(tenant=request.cache_salt),
+        # Dynamo's front has written a chat by the base model's template, and does not tell chats from texts.
+        chat_use="" if lora_name else None,
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 import torch
+from msgspec.structs import replace
 
 from multilora_engine.engine.accounts import has_host_work
 from multilora_engine.engine.guide_queue import GuideQueue, GuidesInUse
@@ -41,6 +42,7 @@ from multilora_engine.sequences.prompt_log_probs import PromptLogProbs
 from multilora_engine.sequences.sequence import PromptReport, Sequence, SequenceStatus, Source, Times
 from multilora_engine.text.text_stream import TextStream
 from multilora_engine.text.tokenizer import Tokenizer
+from multilora_wire.adapter_use import use_digest
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,11 @@ class LiveRequests:
             self._deadlines = [deadline for deadline in self._deadlines if deadline[2] in self._sequences]
             heapq.heapify(self._deadlines)
 
+    def replace(self, sequence: Sequence, other: Sequence) -> None:
+        """Let `other` stand for the request of `sequence`, with its place in the order and its deadline."""
+        other.arrival, other.times = sequence.arrival, sequence.times
+        self._sequences[sequence.request.request_id] = other
+
     def remove(self, sequence: Sequence) -> None:
         """A request has ended."""
         del self._sequences[sequence.request.request_id]
@@ -220,10 +227,12 @@ class LiveRequests:
 
 
 class Admission:
-    """Checks a request, pins or fetches its adapter, has its guide compiled, and hands its sequence to the scheduler.
+    """Checks a request, pins or fetches its adapter, has its chat written by the adapter's use and its guide compiled,
+    and hands its sequence to the scheduler.
 
-    A sequence waits outside of the scheduler's queue until it has its adapter and then its guide. The only writer of
-    `Sequence.adapter`, `Sequence.lora_start` and `Sequence.guide`.
+    A sequence waits outside of the scheduler's queue until it has its adapter, then its prompt, and then its guide. The
+    adapter is pinned when the prompt is asked for, so that the version which answers is the one that the prompt was
+    written for. The only writer of `Sequence.adapter`, `Sequence.lora_start` and `Sequence.guide`.
     """
 
     def __init__(
@@ -253,11 +262,18 @@ class Admission:
         self._guides_in_use = guides_in_use
         self._scheduler = scheduler
         self._live = live
+        self._unwritten: dict[str, Sequence] = {}
+        self._asked: list[TokenOutput] = []
 
     @property
     def num_outside(self) -> int:
         """Sequences that wait outside of the scheduler's queue."""
-        return len(self._parking) + len(self._guide_queue)
+        return len(self._parking) + len(self._unwritten) + len(self._guide_queue)
+
+    @property
+    def waits_for_prompts(self) -> bool:
+        """Whether requests wait for a front to write their chats."""
+        return bool(self._unwritten)
 
     def resolve(self, request: GenerationRequest, call_id: str) -> GenerationRequest:
         """The request with a member in place of an alias; see `Aliases.resolve`."""
@@ -287,16 +303,72 @@ class Admission:
             self._let_go(sequence)
             raise
 
+    def give_prompt(self, request: GenerationRequest) -> int:
+        """Take the prompt and the options that a front has written for a request by the use of its adapter.
+
+        Returns the number of tokens of the prompt that the request had before; of a request that has ended meanwhile,
+        the new one's. Raises a RequestError, and the request has ended then.
+        """
+        unwritten = self._unwritten.pop(request.request_id, None)
+        if unwritten is None:
+            return len(request.prompt_token_ids)
+        adapter = unwritten.adapter
+        assert adapter is not None, "it is pinned before a prompt is asked for"
+        assert request.chat_use == use_digest(adapter.traits.use), "the prompt was written by another use"
+        request = replace(
+            # Which has the member of an alias that was chosen.
+            unwritten.request,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=request.sampling,
+            chat_use=request.chat_use,
+        )
+        try:
+            sequence = self._rewritten(unwritten, request)
+        except Exception:
+            self._loras.memory.unpin(adapter)
+            self._forget(unwritten)
+            raise
+        try:
+            self._give(sequence, adapter)
+        except Exception:
+            self._forget(sequence)
+            raise
+        try:
+            self._pass_on(sequence)
+        except Exception:
+            self._let_go(sequence)
+            raise
+        return len(unwritten.request.prompt_token_ids)
+
+    def _rewritten(self, unwritten: Sequence, request: GenerationRequest) -> Sequence:
+        """The sequence of a request with its prompt, in the place of the one without. Raises a RequestError."""
+        self._new_sequences.limits.check(request)
+        sequence = self._new_sequences.make(request)
+        before, guide = unwritten.request.sampling.guide, request.sampling.guide
+        if guide is not None and guide != before:
+            self._guides_in_use.check(guide)
+        if before is not None:
+            self._guides_in_use.remove(before, None)
+        if guide is not None:
+            self._guides_in_use.add(guide)
+        self._live.replace(unwritten, sequence)
+        return sequence
+
     def take_up(self) -> list[TokenOutput]:
         """Pass on the sequences whose adapters have arrived and those whose guides are compiled.
 
-        Returns the last outputs of the requests whose fetch or guide failed.
+        Returns the last outputs of the requests whose fetch or guide failed, and the outputs that ask for prompts.
         """
-        return [*self._take_up_fetched(), *self._take_up_compiled()]
+        ended = [*self._take_up_fetched(), *self._take_up_compiled()]
+        asked, self._asked = self._asked, []
+        return [*ended, *(output for output in asked if output.request_id in self._unwritten)]
 
     def withdraw(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, with its pin."""
-        if sequence.adapter is None and sequence.request.lora_task_id is not None:
+        if self._unwritten.pop(sequence.request.request_id, None) is not None:
+            assert sequence.adapter is not None
+            self._loras.memory.unpin(sequence.adapter)
+        elif sequence.adapter is None and sequence.request.lora_task_id is not None:
             self._parking.give_up(sequence)
         elif self._guide_queue.give_up(sequence):
             if sequence.adapter is not None:
@@ -349,7 +421,16 @@ class Admission:
         return self._loras.pin(request.task_id)
 
     def _give(self, sequence: Sequence, adapter: CachedAdapter) -> None:
-        """Give a sequence its adapter, which is pinned. Raises AdapterNotInvoked; the pin is gone then."""
+        """Give a sequence its adapter, which is pinned. Raises AdapterNotInvoked; the pin is gone then.
+
+        A chat that was not written by the adapter's use waits for the prompt that is.
+        """
+        request, use = sequence.request, adapter.traits.use
+        if request.chat_use is not None and request.chat_use != use_digest(use):
+            sequence.adapter = adapter
+            self._unwritten[request.request_id] = sequence
+            self._asked.append(TokenOutput(request.request_id, [], "", lora_digest=adapter.digest, asked_use=use))
+            return
         try:
             sequence.lora_start = _lora_start(sequence.request, adapter)
             self._limit_length(sequence, adapter)
@@ -375,7 +456,9 @@ class Admission:
         return self._timeout_s if request.timeout_s is None else min(request.timeout_s, self._timeout_s)
 
     def _pass_on(self, sequence: Sequence) -> None:
-        """To the guide queue or to the scheduler, whichever is next."""
+        """To the guide queue or to the scheduler, whichever is next; nowhere while it waits for its prompt."""
+        if sequence.request.request_id in self._unwritten:
+            return
         assert (sequence.adapter is None) == (sequence.request.lora_task_id is None), "the base model for an adapter"
         sampling = sequence.request.sampling
         if sampling.guide is not None and sequence.guide is None:

@@ -52,6 +52,9 @@ _FETCH_WAIT_S = 0.005
 _GUIDE_WAIT_S = 0.002
 """How long it waits for a guide that is being compiled."""
 
+_PROMPT_WAIT_S = 0.001
+"""How long it waits for a front that writes a chat."""
+
 _NUM_LORA_EVENTS = 4096
 """How many events of adapters are remembered."""
 
@@ -206,6 +209,13 @@ class Engine:
             raise error.under_name(accepted.lora_name) from None
         return accepted
 
+    def give_prompt(self, request: GenerationRequest) -> int:
+        """Go on with a request whose chat a front has written, as the output with `asked_use` asked.
+
+        Returns the number of tokens of the prompt that it had before. Raises a RequestError; it has ended then.
+        """
+        return self._admission.give_prompt(request)
+
     def abort(self, request_id: str) -> TokenOutput | None:
         """End a request now. Its final output, with the part that was held back; None if it has ended before."""
         sequence = self._live.get(request_id)
@@ -305,6 +315,8 @@ class Engine:
             self._loras.wait(_DISK_WAIT_S)
             self._remote.wait(_FETCH_WAIT_S)
             self._guide_queue.wait(_GUIDE_WAIT_S)
+            if self._admission.waits_for_prompts:
+                time.sleep(_PROMPT_WAIT_S)
         return self._read_step_in_flight(on_progress)
 
     def _launch(

@@ -198,6 +198,7 @@ def _check_token_ids(sampling: SamplingParams, vocab_size: int) -> None:
     """Raises InvalidRequest for a token id that is not in the vocabulary."""
     biased = tuple(map(itemgetter(0), sampling.embedding_bias))
     token_ids = {
+        "end_ids": sampling.end_ids,
         "embedding_bias": biased,
         "stop_words_list": tuple(chain.from_iterable(sampling.stop_token_sequences)),
         "bad_words_list": tuple(chain.from_iterable(sampling.bad_token_sequences)),

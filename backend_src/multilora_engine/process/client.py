@@ -36,6 +36,7 @@ from multilora_engine.process.messages import (
     Add,
     BlockChanges,
     FromEngine,
+    GivePrompt,
     Hello,
     Operate,
     Outputs,
@@ -271,6 +272,14 @@ class EngineClient:
         message = PutAdapter(request_id, adapter_header(task_id, adapter), lora_name, sender, expected_digest)
         self._submit(listener, [request_id], message, adapter_payload(adapter), claims)
 
+    def give_prompt(self, request: GenerationRequest) -> None:
+        """Go on with a request whose listener was asked for a prompt, if it has not ended."""
+        self.call_soon(lambda: self._give_prompt(request))
+
+    def refuse_prompt(self, request_id: str, error: RequestError) -> None:
+        """End the call of a request whose listener was asked for a prompt, with the reason why there is none."""
+        self.call_soon(lambda: self._deliver([error_output(request_id, error)]))
+
     def stop(self, listener: Listener, request_id: str, client_request_id: str, sender: Sender = NOBODY) -> None:
         """End the sender's requests with this id, as `cancelled`. Its one output has finish reason `stop`."""
         self._submit(listener, [request_id], Stop(request_id, client_request_id, sender), None)
@@ -347,6 +356,10 @@ class EngineClient:
             self._deliver([error_output(request_ids[0], EngineUnavailable(reason))])
         else:
             self._connection.send(message, payload)
+
+    def _give_prompt(self, request: GenerationRequest) -> None:
+        if self._info is not None and request.request_id in self._calls:
+            self._connection.send(GivePrompt(request))
 
     def _receive(self) -> None:
         # Asked before reading: messages that arrived before the loss are in the socket, and they still count.

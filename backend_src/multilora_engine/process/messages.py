@@ -27,7 +27,7 @@ from multilora_engine.lora.versions import Expectation
 from multilora_engine.process.operations import Operation
 from multilora_engine.request import GenerationRequest, Sender, TokenOutput
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 """The version of the protocol. Every change to this file that an older peer would misread raises it."""
 
 
@@ -89,6 +89,14 @@ class PutAdapter(msgspec.Struct, frozen=True, tag=True):
     lora_name: str = ""
     sender: Sender = Sender()
     expected_digest: str = ""
+
+
+class GivePrompt(msgspec.Struct, frozen=True, tag=True):
+    """Go on with a request whose output had `asked_use`: it has now the prompt and the options that its chat makes by
+    that use. There is no answer of its own.
+    """
+
+    request: GenerationRequest
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -191,7 +199,7 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToEngine = Hello | Add | PutAdapter | Stop | Operate | Abort | WatchBlocks
+ToEngine = Hello | Add | PutAdapter | GivePrompt | Stop | Operate | Abort | WatchBlocks
 FromEngine = Welcome | Refused | Outputs | AdapterTaken | BlockChanges
 StartReport = Started | StartFailed
 

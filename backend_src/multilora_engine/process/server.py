@@ -35,6 +35,7 @@ from multilora_engine.process.messages import (
     AdapterTaken,
     Add,
     BlockChanges,
+    GivePrompt,
     Hello,
     Operate,
     PutAdapter,
@@ -108,6 +109,7 @@ class ServedEngine(Protocol):
     def adapters_in_use(self) -> AdaptersInUse: ...
     def put_adapter(self, lora_task_id: TaskId, adapter: PackedAdapter, name: str = "") -> None: ...
     def add_request(self, request: GenerationRequest, call_id: str) -> GenerationRequest: ...
+    def give_prompt(self, request: GenerationRequest) -> int: ...
     def abort(self, request_id: str) -> TokenOutput | None: ...
     def step(self, on_progress: Callable[[], None]) -> list[TokenOutput]: ...
     def note_sent(self) -> None: ...
@@ -258,6 +260,8 @@ class EngineServer:
                 self._answer(front, message.requests[0].request_id, lambda: self._add(front, message, payload))
             case PutAdapter():
                 self._answer(front, message.request_id, lambda: self._put(front, message, payload))
+            case GivePrompt():
+                self._give_prompt(message.request)
             case Stop():
                 self._answer(front, message.request_id, lambda: self._stop(front, message))
             case Operate():
@@ -330,6 +334,21 @@ class EngineServer:
     def _put_adapter(self, header: AdapterHeader, payload: memoryview, lora_name: str) -> Future[None] | None:
         self._engine.put_adapter(header.task_id, read_adapter(header, payload), lora_name)
         return self._engine.loras.save(header.task_id)
+
+    def _give_prompt(self, request: GenerationRequest) -> None:
+        """An error is the last output of the request, which has ended then."""
+        if (route := self._routes.get(request.request_id)) is None:
+            return  # it has ended meanwhile
+        try:
+            num_tokens_before = self._engine.give_prompt(request)
+        except RequestError as error:
+            self._emit([error_output(request.request_id, error)])
+        except Exception as error:
+            logger.exception("request %s failed", request.request_id)
+            self._engine.abort(request.request_id)
+            self._emit([error_output(request.request_id, _internal(error))])
+        else:
+            self._rates.charge(route.sender, max(0, len(request.prompt_token_ids) - num_tokens_before))
 
     def _stop(self, front: bytes, message: Stop) -> None:
         for request_id in self._routes.named_by(message, self._engine.info.clients.stop_needs_sender):

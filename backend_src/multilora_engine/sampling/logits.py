@@ -64,9 +64,11 @@ def adjust_logits(
 
 
 def end_tokens(sampling: SamplingParams, end_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens that end an answer: the request's `end_id`, else the checkpoint's (`end_token_ids`); none for -1."""
+    """The tokens that end an answer: the request's `end_id`, else its adapter's `end_ids`, else the checkpoint's
+    (`end_token_ids`); none for -1.
+    """
     if sampling.end_id is None:
-        return end_token_ids
+        return sampling.end_ids or end_token_ids
     return () if sampling.end_id < 0 else (sampling.end_id,)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import partial
 from random import Random
@@ -10,16 +12,26 @@ from types import MappingProxyType
 import msgspec
 
 from multilora_engine.engine_info import EngineInfo
-from multilora_engine.errors import InvalidRequest, TooManyLogits
+from multilora_engine.errors import InternalError, InvalidRequest, RequestError, TooManyLogits
 from multilora_engine.lora.names import TaskId, scoped_task_id
-from multilora_engine.process.client import Claims
+from multilora_engine.process.client import Claims, Listener
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.serving.front import EngineLink, Front, give_back_free_memory, new_id
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.ordered_jobs import LONG_JOB_THREADS, LONG_REQUEST_BYTES, MANY_BYTES, OrderedJobs
 from multilora_engine.serving.outputs import PromptTokens, ReplyRow
-from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
+from multilora_engine.serving.replies import (
+    ChatReply,
+    EachReply,
+    EmptyReply,
+    OneReply,
+    Reply,
+    Responder,
+    StreamReply,
+    Transcript,
+)
 from multilora_engine.serving.request_parser import (
+    AdapterChat,
     GenerateCall,
     UploadCall,
     check_call,
@@ -33,9 +45,42 @@ from multilora_engine.serving.triton_api import TritonRequest, parameters_of, tr
 from multilora_engine.serving.unsupported import refuse_lost_inputs
 from multilora_engine.serving.uploads import InFlight, Uploads
 from multilora_engine.text.tokenizer import Tokenizer
+from multilora_wire.adapter_use import parse_use, use_digest
+
+logger = logging.getLogger(__name__)
 
 _Submission = tuple[Collection[Hashable], Callable[[], None], bool]
 """A request that was read: the keys of its order, what hands it to the engine, and whether that is long."""
+
+
+_MAX_KNOWN_USES = 4096
+
+
+class KnownUses:
+    """The uses of adapters that the engine has told. Any thread may ask.
+
+    They may be out of date: the engine compares them with the version that answers, and asks for another prompt. With
+    them, a chat is written once, and no answer waits for the engine to ask.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._uses: dict[TaskId | None, str] = {}
+
+    def believed(self, rights: Rights, lora_task_id: int, lora_name: str) -> str:
+        """The use that an adapter had when the engine told it last; "" where it has told none."""
+        task_id = scoped_task_id(rights.adapter_tenant(lora_task_id, lora_name), lora_task_id)
+        with self._lock:
+            return self._uses.get(task_id, "")
+
+    def note(self, task_id: TaskId | None, use: str) -> None:
+        """The engine has told the use of an adapter."""
+        with self._lock:
+            self._uses.pop(task_id, None)
+            if use:
+                self._uses[task_id] = use
+            if len(self._uses) > _MAX_KNOWN_USES:
+                del self._uses[next(iter(self._uses))]
 
 
 class GenerationFront(Front):
@@ -58,6 +103,7 @@ class GenerationFront(Front):
         self._logits = InFlight()
         self._renamed = renamed
         self._jobs = OrderedJobs(LONG_JOB_THREADS, "long-requests")
+        self._uses = KnownUses()
 
     def close(self) -> None:
         """Wait until every request that was accepted has gone to the engine."""
@@ -104,7 +150,7 @@ class GenerationFront(Front):
         tokenizer: Tokenizer,
         claims: Claims,
     ) -> _Submission:
-        call = read_call(inputs, info, tokenizer)
+        call = read_call(inputs, info, tokenizer, partial(self._uses.believed, rights))
         if isinstance(call, UploadCall):
             return self._upload(call, rights, responder, claims)
         return self._generate(call, rights, request, responder, info, tokenizer, claims)
@@ -146,7 +192,7 @@ class GenerationFront(Front):
         sent, task_ids = call.adapter, {request.task_id for request in requests}
         task_ids.update(member.task_id for request in requests for member in request.lora_set)
         sent_id = rights.uploaded_task_id(sent.lora_task_id, call.lora_names[0]) if sent else None
-        reply = self._reply(call, rows, responder, tokenizer)
+        reply = self._listener(call, requests, rows, responder, info, tokenizer)
         trace_id = trace_id_of(request)
 
         def submit() -> None:
@@ -183,6 +229,63 @@ class GenerationFront(Front):
             most = info.limits.max_logits_bytes_in_flight
             end = self._logits.begin("", num_bytes, most, partial(TooManyLogits, max_bytes=most))
             claims.until_ended.callback(end)
+
+    def _listener(
+        self,
+        call: GenerateCall,
+        requests: list[GenerationRequest],
+        rows: Mapping[str, ReplyRow],
+        responder: Responder,
+        info: EngineInfo,
+        tokenizer: Tokenizer,
+    ) -> Listener:
+        """The listener that answers a call. It writes a chat anew whose adapter turns out to have another use."""
+        reply = self._reply(call, rows, responder, tokenizer)
+        chats = {
+            request.request_id: (request, rows[request.request_id], chat)
+            for request in requests
+            if (chat := call.chats[rows[request.request_id].batch_index]) is not None
+        }
+        if not chats:
+            return reply
+
+        def write(request_id: str, use: str) -> None:
+            request, row, chat = chats[request_id]
+            self._uses.note(request.task_id, use)
+            work = partial(self._write_chat, request, row, chat, use, reply, responder, info, tokenizer)
+            self._jobs.submit((), work, True, request.sender.name)
+
+        return ChatReply(reply, write)
+
+    def _write_chat(
+        self,
+        request: GenerationRequest,
+        row: ReplyRow,
+        chat: AdapterChat,
+        use: str,
+        reply: Reply,
+        responder: Responder,
+        info: EngineInfo,
+        tokenizer: Tokenizer,
+    ) -> None:
+        """Give the engine the prompt and the options that a chat makes by the use of its adapter. Raises nothing."""
+        client = self._link.client
+        try:
+            prompt, sampling = chat.read(parse_use(use), info, tokenizer)
+            sampling = _sampling_of(sampling, row.sequence_index)
+            written = msgspec.structs.replace(
+                request, prompt_token_ids=prompt, sampling=sampling, chat_use=use_digest(use)
+            )
+            told = msgspec.structs.replace(row, prompt=_told_prompt(prompt, sampling, tokenizer))
+            text = tokenizer.decode(prompt) if responder.wants_text else ""
+        except RequestError as error:
+            client.refuse_prompt(request.request_id, error.with_traceback(None))
+        except Exception as error:
+            logger.exception("request %s failed", responder.request_id)
+            client.refuse_prompt(request.request_id, InternalError(f"{type(error).__name__}: {error}"))
+        else:
+            client.call_soon(partial(reply.set_prompt, request.request_id, told, prompt, text))
+            client.give_prompt(written)
 
     def _reply(
         self,
@@ -231,6 +334,7 @@ def _expand(
                 lora_expected_digest=call.lora_expected_digests[batch_index],
                 lora_session=call.lora_sessions[batch_index],
                 source_token_ids=call.sources[batch_index],
+                chat_use=call.chat_uses[batch_index],
             )
             num_tokens += len(call.sources[batch_index]) + len(prompt) + sampling.max_tokens
             requests.append(request)
@@ -279,7 +383,9 @@ def transcripts_of(
         for prompt, source in zip(call.prompts, call.sources, strict=True)
     ]
     return {
-        request_id: Transcript(row, list(call.prompts[row.batch_index]), texts[row.batch_index], num_beams=num_beams)
+        request_id: Transcript(
+            row, list(call.prompts[row.batch_index]), texts[row.batch_index], num_beams=num_beams, has_prompt=True
+        )
         for request_id, row in rows.items()
     }
 

@@ -118,7 +118,9 @@ def preprocess(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> 
     default to the tokenizer's. BAD_WORDS_IDS and STOP_WORDS_IDS are [rows, 2, n] and EMBEDDING_BIAS is [rows, n], all
     with n 0 where there are no words. DECODER_INPUT_ID is the beginning of the answer that a request to a model with an
     encoder gives, and otherwise one pad token a row, as upstream's: an empty tensor that goes through an HTTP client
-    comes back as FP64. Raises InvalidRequest, and Unsupported for inputs that this server has no use for.
+    comes back as FP64. Of chats that an adapter answers, REQUEST_INPUT_LEN is 0: the generation model writes them, by
+    the use of the version that answers. Raises InvalidRequest, and Unsupported for inputs that this server has no use
+    for.
     """
     refuse_unsupported(inputs, info.source is not None)
     prompts = _read_prompts(inputs, info, tokenizer)
@@ -151,6 +153,8 @@ def _read_prompts(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) 
             f"a request needs either text_input or messages; it has {'both' if present else 'neither'}"
         )
     rows = range(inputs.num_rows(present[0]))
+    if present == ["MESSAGES"] and inputs.present("LORA_TASK_ID", "LORA_NAME"):
+        return [[] for _ in rows]
     default = info.add_special_tokens if present == ["QUERY"] else False
     adds_special = [_default(inputs.scalar("ADD_SPECIAL_TOKENS", row), default) for row in rows]
     if present == ["QUERY"]:
@@ -173,7 +177,7 @@ def _read_beginnings(
 
 def _rows(rows: list[list[int]], fill: int) -> NDArray[np.int32]:
     """[rows, longest row], filled up."""
-    array = np.full((len(rows), max(map(len, rows))), fill, np.int32)
+    array = np.full((len(rows), max(1, *map(len, rows))), fill, np.int32)
     for target, row in zip(array, rows, strict=True):
         target[: len(row)] = row
     return array

@@ -40,6 +40,10 @@ _WEIGHTS = ("lora_weights", "lora_peft_weights")
 """The beginnings of the names of weights."""
 
 
+_OF_ADAPTERS = (*_WEIGHTS, "lora_config", "lora_peft_config", "lora_use")
+"""The beginnings of the names of all parts of an adapter."""
+
+
 class InputTensors:
     """Raises InvalidRequest, naming the tensor, for a wrong shape or text that is not UTF-8.
 
@@ -59,6 +63,12 @@ class InputTensors:
         inputs = cls.__new__(cls)
         inputs._tensors, inputs._arrays = {}, dict(arrays)
         return inputs
+
+    def without_weights(self) -> InputTensors:
+        """A copy of all tensors but weights, which keeps nothing of the request's memory."""
+        names = {*self._tensors, *self._arrays}
+        kept = (name for name in names if not name.startswith(_OF_ADAPTERS))
+        return InputTensors.of({name: self.array(name).copy() for name in kept})
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors or name in self._arrays

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,6 +130,10 @@ class Reply(ABC):
     def flush(self) -> None:
         self._responder.flush()
 
+    def set_prompt(self, request_id: str, row: ReplyRow, token_ids: list[int], text: str) -> None:
+        """The prompt of a request is known only now, before any of its tokens. text: of the prompt, if it is told."""
+        raise NotImplementedError
+
     def _fail(self, error: RequestError) -> None:
         self._responder.fail(error)
 
@@ -145,12 +149,15 @@ class StreamReply(Reply):
     ) -> None:
         """rows: by the engine's request ids. repeats_text: whether each response has all of the text so far."""
         super().__init__(responder)
-        self._rows = rows
+        self._rows = dict(rows)
         self._open = set(rows)
         self._num_told = dict.fromkeys(rows, 0)
         self._texts = dict.fromkeys(rows, "") if repeats_text else None
         self._prompt_logits: dict[str, PromptLogits] = {}
         self._pad_id = pad_id
+
+    def set_prompt(self, request_id: str, row: ReplyRow, token_ids: list[int], text: str) -> None:
+        self._rows[request_id] = row
 
     def _answer(self, output: TokenOutput) -> None:
         row, num_told = self._rows[output.request_id], self._num_told[output.request_id]
@@ -176,6 +183,7 @@ class Transcript:
     """The answer of a sequence so far; it starts with the prompt, unless that is left out.
 
     num_beams: how many answers a beam search shall give, 0 for a sequence that is drawn.
+    has_prompt: whether it starts with the prompt.
     """
 
     row: ReplyRow
@@ -187,6 +195,13 @@ class Transcript:
     prompt_log_probs: bytes = b""
     last: TokenOutput | None = None
     num_beams: int = 0
+    has_prompt: bool = False
+
+    def set_prompt(self, row: ReplyRow, token_ids: list[int], text: str) -> None:
+        """Begin anew, with another prompt."""
+        self.row = row
+        if self.has_prompt:
+            self.token_ids, self.text = list(token_ids), text
 
     @property
     def is_complete(self) -> bool:
@@ -246,6 +261,9 @@ class EachReply(Reply):
         self._transcripts = transcripts
         self._pad_id = pad_id
 
+    def set_prompt(self, request_id: str, row: ReplyRow, token_ids: list[int], text: str) -> None:
+        self._transcripts[request_id].set_prompt(row, token_ids, text)
+
     def _answer(self, output: TokenOutput) -> None:
         transcript = self._transcripts[output.request_id]
         transcript.append(output)
@@ -267,11 +285,41 @@ class OneReply(Reply):
         self._pad_id = pad_id
         self._num_sequences = num_sequences
 
+    def set_prompt(self, request_id: str, row: ReplyRow, token_ids: list[int], text: str) -> None:
+        self._transcripts[request_id].set_prompt(row, token_ids, text)
+
     def _answer(self, output: TokenOutput) -> None:
         self._transcripts[output.request_id].append(output)
         if all(transcript.is_complete for transcript in self._transcripts.values()):
             answers = [answer for transcript in self._transcripts.values() for answer in transcript.answers()]
             self._responder.respond(answers, self._pad_id, is_final=True, num_sequences=self._num_sequences)
+
+
+class ChatReply:
+    """The listener of a call with chats of adapters: it has a chat written when the engine asks for a prompt.
+
+    write: called with the id of the request and the use of its adapter, on the client's thread; must return quickly.
+    """
+
+    def __init__(self, reply: Reply, write: Callable[[str, str], None]) -> None:
+        self._reply = reply
+        self._write = write
+
+    @property
+    def unsent_bytes(self) -> int:
+        return self._reply.unsent_bytes
+
+    def on_output(self, output: TokenOutput) -> None:
+        if output.asked_use is None:
+            self._reply.on_output(output)
+        else:
+            self._write(output.request_id, output.asked_use)
+
+    def flush(self) -> None:
+        self._reply.flush()
+
+    def is_cancelled(self) -> bool:
+        return self._reply.is_cancelled()
 
 
 class TextReply(Reply):

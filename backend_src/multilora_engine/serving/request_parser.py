@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from msgspec.structs import replace
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest, Unsupported
 from multilora_engine.lora.names import SetMember
-from multilora_engine.request import Guide, GuideType, SamplingParams
+from multilora_engine.request import UNWRITTEN, Guide, GuideType, SamplingParams
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.sent_adapter import (
     SentAdapter,
@@ -30,6 +30,7 @@ from multilora_engine.serving.sent_adapter import (
     read_task_id,
 )
 from multilora_engine.serving.token_lists import (
+    check_chat,
     encode_beginning,
     encode_messages,
     encode_text,
@@ -40,7 +41,8 @@ from multilora_engine.serving.token_lists import (
     word_bytes,
 )
 from multilora_engine.serving.unsupported import refuse_unsupported
-from multilora_engine.text.tokenizer import Tokenizer
+from multilora_engine.text.tokenizer import TemplateRefusal, Tokenizer
+from multilora_wire.adapter_use import NO_USE, AdapterUse, parse_use, use_digest
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class GenerateCall:
     positions from which on their adapters compute, None without one.
     lora_sets: of each row, the members of a set; empty for any other adapter.
     lora_paths: of each row, the place of the adapter's files, empty without one.
+    chats: of each row, its chat if an adapter answers, which is written anew if the adapter has another use than the
+    one of `chat_uses`; see `GenerationRequest.chat_use`.
     lora_expected_digests: of each row, the digest that its adapter must have, empty for any.
     lora_sessions: of each row, the session that keeps its member of an alias, empty without one.
     priorities: of each row, smaller ones first.
@@ -77,6 +81,8 @@ class GenerateCall:
     returns_perf: bool
     returns_kv_cache: bool
     vocab_size: int
+    chats: list[AdapterChat | None] = field(default_factory=list)
+    chat_uses: list[str | None] = field(default_factory=list)
 
     @property
     def is_search(self) -> bool:
@@ -87,6 +93,39 @@ class GenerateCall:
     def requests_per_row(self) -> int:
         """How many requests a row is to the engine."""
         return 1 if self.is_search else self.num_sequences
+
+
+@dataclass(frozen=True)
+class AdapterChat:
+    """The chat of a row that an adapter answers: its prompt and its options depend on the adapter's use."""
+
+    inputs: InputTensors
+    row: int
+
+    def read(self, use: AdapterUse, info: EngineInfo, tokenizer: Tokenizer) -> tuple[list[int], SamplingParams]:
+        """The prompt by the adapter's use, and the options with its defaults. Raises InvalidRequest."""
+        sampling = read_sampling(self.inputs, self.row, info, tokenizer, use)
+        text, asked = _chat_text(self.inputs, self.row), self.inputs.scalar("add_special_tokens", self.row)
+        assert text is not None, "a row with a chat"
+        prompt = encode_messages(text, tokenizer, info, bool(asked), use)
+        return _truncated(prompt, self.inputs, self.row, sampling.max_tokens, info), sampling
+
+
+@dataclass(frozen=True)
+class _ReadRow:
+    """A row's prompt and options. chat_use: as of `GenerationRequest`."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    chat: AdapterChat | None = None
+    chat_use: str | None = None
+
+
+_NO_PROMPT = [0]
+"""Stands for a prompt that is not written yet."""
+
+UseOf = Callable[[int, str], str]
+"""The use, as of `AdapterTraits.use`, that the adapter of a task id and a name had when it was last heard of."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +141,8 @@ class UploadCall:
 
 
 _PROMPTS = ("text_input", "messages", "input_ids")
+_LEFT_CHAT = "left_messages"
+"""A chat that `preprocessing` left to this model, because an adapter answers; `input_lengths` is 0 then."""
 
 _MAX_SEQUENCES = 128
 """Answers to one prompt; each is a request to the engine."""
@@ -112,8 +153,10 @@ def is_stop(inputs: InputTensors) -> bool:
     return inputs.common("stop", default=False)
 
 
-def read_call(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> GenerateCall | UploadCall:
-    """Raises InvalidRequest or Unsupported. Only a `SentAdapter` keeps memory of the request."""
+def read_call(
+    inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer, use_of: UseOf = lambda lora_task_id, lora_name: ""
+) -> GenerateCall | UploadCall:
+    """Raises InvalidRequest or Unsupported. Only a `SentAdapter` keeps memory of the request's weights."""
     refuse_unsupported(inputs, info.source is not None)
     check_adapter_tensors(inputs)
     if has_weights(inputs) and not inputs.present(*_PROMPTS, *MAX_TOKENS):
@@ -121,17 +164,15 @@ def read_call(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> G
             raise InvalidRequest("lora_start goes with a prompt, and the request only stores an adapter")
         name = inputs.text("lora_name", 0) or ""
         return UploadCall(read_adapter(inputs, info, tokenizer), name, read_expected_digest(inputs, 0))
-    return _read_generate(inputs, info, tokenizer)
+    return _read_generate(inputs, info, tokenizer, use_of)
 
 
-def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> GenerateCall:
+def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer, use_of: UseOf) -> GenerateCall:
     rows = range(inputs.num_rows(_prompt_name(inputs)))
-    sampling = [read_sampling(inputs, row, info, tokenizer) for row in rows]
+    read = _read_rows(inputs, len(rows), info, tokenizer, use_of)
+    sampling = [row.sampling for row in read]
     is_streaming = inputs.common("streaming", default=False)
-    texts = [
-        _truncated(_read_prompt(inputs, row, info, tokenizer), inputs, row, sampling[row].max_tokens, info)
-        for row in rows
-    ]
+    texts = [row.prompt for row in read]
     beginnings = []
     if info.source is not None:
         beginnings = [_read_beginning(inputs, row, info, tokenizer) for row in rows]
@@ -145,6 +186,8 @@ def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer)
         num_sequences=_read_num_sequences(inputs, _beam_width(sampling, is_streaming)),
         prompts=beginnings or texts,
         sources=texts if beginnings else [[] for _ in rows],
+        chats=[row.chat for row in read],
+        chat_uses=[row.chat_use for row in read],
         lora_task_ids=[read_task_id(inputs, row) for row in rows],
         lora_names=[inputs.text("lora_name", row) or "" for row in rows],
         lora_starts=[inputs.scalar("lora_start", row) for row in rows],
@@ -171,11 +214,56 @@ def _prompt_name(inputs: InputTensors) -> str:
     return present[0]
 
 
+def _read_rows(
+    inputs: InputTensors, num_rows: int, info: EngineInfo, tokenizer: Tokenizer, use_of: UseOf
+) -> list[_ReadRow]:
+    kept: InputTensors | None = None
+    rows = []
+    for row in range(num_rows):
+        task_id = None if read_set(inputs, row) else read_task_id(inputs, row)
+        if task_id is None or _chat_text(inputs, row) is None:
+            sampling = read_sampling(inputs, row, info, tokenizer)
+            prompt = _read_prompt(inputs, row, info, tokenizer)
+            rows.append(_ReadRow(_truncated(prompt, inputs, row, sampling.max_tokens, info), sampling))
+            continue
+        kept = kept or inputs.without_weights()
+        use = use_of(task_id, inputs.text("lora_name", row) or "")
+        rows.append(_read_chat(AdapterChat(kept, row), use, info, tokenizer))
+    return rows
+
+
+def _read_chat(chat: AdapterChat, use: str, info: EngineInfo, tokenizer: Tokenizer) -> _ReadRow:
+    """A chat by the use that its adapter is believed to have. Raises InvalidRequest.
+
+    A base model may have no template, or none for such a chat, where the adapter has one; and a chat may leave out what
+    the adapter has a default for.
+    """
+    inputs, row = chat.inputs, chat.row
+    check_chat(_chat_text(inputs, row) or "", info)
+    own = parse_use(use)
+    if inputs.present(*MAX_TOKENS) or own.max_tokens is not None:
+        try:
+            return _ReadRow(*chat.read(own, info, tokenizer), chat, use_digest(use))
+        except TemplateRefusal:
+            sampling = read_sampling(inputs, row, info, tokenizer, own)
+    else:
+        least = max(1, inputs.scalar("min_tokens", row) or 1)
+        sampling = read_sampling(inputs, row, info, tokenizer, AdapterUse(max_tokens=least))
+    return _ReadRow(_NO_PROMPT, sampling, chat, UNWRITTEN)
+
+
+def _chat_text(inputs: InputTensors, row: int) -> str | None:
+    """The chat of a row, as JSON; None without one."""
+    if _LEFT_CHAT in inputs and inputs.scalar("input_lengths", row) == 0:
+        return inputs.text(_LEFT_CHAT, row)
+    return inputs.text("messages", row)
+
+
 def _read_prompt(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: Tokenizer) -> list[int]:
     asked = inputs.scalar("add_special_tokens", row)
     if (text := inputs.text("text_input", row)) is not None:
         return encode_text(text, tokenizer, info, info.add_special_tokens if asked is None else asked)
-    if (messages := inputs.text("messages", row)) is not None:
+    if (messages := _chat_text(inputs, row)) is not None:
         return encode_messages(messages, tokenizer, info, bool(asked))
     if asked is not None:
         raise InvalidRequest("add_special_tokens goes with text_input or messages: input_ids are tokens already")
@@ -339,15 +427,45 @@ def _check(noun: str, number: int, most: int) -> None:
 MAX_TOKENS = ("max_tokens", "request_output_len")
 
 
-def read_sampling(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: Tokenizer) -> SamplingParams:
-    max_tokens = _read_max_tokens(inputs, row)
-    temperature = in_range(inputs, "temperature", row, 0.0, math.inf)
-    top_p = in_range(inputs, "runtime_top_p", row, -math.inf, 1.0)
+class _Defaults:
+    """The options of a row, for which an adapter may have defaults.
+
+    An option of the request comes first, unless `default_inputs` names it among the client's own defaults. A
+    temperature of 1 alone, which upstream's text clients always send, asks for nothing.
+    """
+
+    def __init__(self, inputs: InputTensors, row: int, use: AdapterUse) -> None:
+        self._inputs, self._row, self._use = inputs, row, use
+        self._weak = {*inputs.texts("default_inputs", row)}
+        if not inputs.present("runtime_top_k", "runtime_top_p", "min_p") and inputs.scalar("temperature", row) == 1.0:
+            self._weak.add("temperature")
+        self._is_search = (inputs.scalar("beam_width", row) or 1) > 1
+
+    def number(self, name: str, field: str, low: float, high: float) -> Any:
+        """The value of an option that chooses tokens. Nothing is drawn in a beam search."""
+        asked = in_range(self._inputs, name, self._row, low, high)
+        own = None if self._is_search and field != "repetition_penalty" else getattr(self._use, field)
+        return own if own is not None and (asked is None or name in self._weak) else asked
+
+    def max_tokens(self) -> int:
+        own, given = self._use.max_tokens, self._inputs.present(*MAX_TOKENS)
+        return own if own is not None and self._weak.issuperset(given) else _read_max_tokens(self._inputs, self._row)
+
+
+def read_sampling(
+    inputs: InputTensors, row: int, info: EngineInfo, tokenizer: Tokenizer, use: AdapterUse = NO_USE
+) -> SamplingParams:
+    """The options of a row. use: of the adapter that answers its chat, for its defaults. Raises InvalidRequest."""
+    defaults = _Defaults(inputs, row, use)
+    max_tokens = defaults.max_tokens()
+    temperature = defaults.number("temperature", "temperature", 0.0, math.inf)
+    top_p = defaults.number("runtime_top_p", "top_p", -math.inf, 1.0)
     top_p = top_p if top_p is not None and top_p > 0 else None
     num_top_log_probs = in_range(inputs, "num_top_log_probs", row, 0, math.inf) or 0
     num_prompt_top_log_probs = in_range(inputs, "num_prompt_top_log_probs", row, 0, math.inf) or 0
-    min_p = in_range(inputs, "min_p", row, 0.0, 1.0) or 0.0
-    top_k = in_range(inputs, "runtime_top_k", row, 0, math.inf)
+    min_p = defaults.number("min_p", "min_p", 0.0, 1.0) or 0.0
+    top_k = defaults.number("runtime_top_k", "top_k", 0, math.inf)
+    repetition_penalty = defaults.number("repetition_penalty", "repetition_penalty", 0.0, math.inf)
     if top_k is None:
         # Upstream's text clients always send a temperature of 1, which alone changes nothing there.
         top_k = 1 if temperature in (None, 1.0) and top_p is None and not min_p else 0
@@ -361,13 +479,14 @@ def read_sampling(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: T
         top_p_min=_default(_positive(inputs, "runtime_top_p_min", row, 1.0), 1e-6),
         top_p_reset_id=_default(in_range(inputs, "runtime_top_p_reset_ids", row, -1, math.inf), -1),
         min_p=min_p,
-        repetition_penalty=_default(_positive(inputs, "repetition_penalty", row, math.inf), 1.0),
+        repetition_penalty=_default(_above_zero("repetition_penalty", repetition_penalty), 1.0),
         presence_penalty=in_range(inputs, "presence_penalty", row, -math.inf, math.inf) or 0.0,
         frequency_penalty=in_range(inputs, "frequency_penalty", row, -math.inf, math.inf) or 0.0,
         embedding_bias=read_bias(inputs, row, info, tokenizer),
         bad_token_sequences=read_bad_sequences(inputs, row, tokenizer, info.limits),
         seed=inputs.scalar("seed", row),
         end_id=_read_end_id(inputs, row, info),
+        end_ids=use.end_token_ids,
         # Upstream's own examples send one empty stop word where they mean none.
         stop_words=tuple(word for word in read_words(inputs, "stop_words", row, info.limits) if word),
         stop_token_sequences=read_sequences(inputs, "stop_words_list", row, info.limits),
@@ -427,7 +546,10 @@ def in_range(inputs: InputTensors, name: str, row: int, low: float, high: float)
 
 
 def _positive(inputs: InputTensors, name: str, row: int, high: float) -> float | None:
-    value: float | None = in_range(inputs, name, row, 0.0, high)
+    return _above_zero(name, in_range(inputs, name, row, 0.0, high))
+
+
+def _above_zero(name: str, value: float | None) -> float | None:
     if value == 0.0:
         raise InvalidRequest(f"{name} is 0, expected a number > 0")
     return value

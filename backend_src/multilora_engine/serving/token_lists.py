@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from multilora_engine.engine_info import CallLimits, EngineInfo
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.serving.inputs import InputTensors
-from multilora_engine.text.tokenizer import Tokenizer
+from multilora_engine.text.tokenizer import TemplateRefusal, Tokenizer
 from multilora_engine.text.tokenizer_files import fast_tokenizer_class
+from multilora_wire.adapter_use import NO_USE, AdapterUse
 
 
 def encode_text(text: str, tokenizer: Tokenizer, info: EngineInfo, add_special_tokens: bool) -> list[int]:
@@ -58,15 +59,35 @@ class _Chat(msgspec.Struct, forbid_unknown_fields=True):
     continue_final_message: bool = False
 
 
-def encode_messages(text: str, tokenizer: Tokenizer, info: EngineInfo, add_special_tokens: bool = False) -> list[int]:
+def encode_messages(
+    text: str, tokenizer: Tokenizer, info: EngineInfo, add_special_tokens: bool = False, use: AdapterUse = NO_USE
+) -> list[int]:
     """Token ids of a chat, ready for the answer.
 
     text: a JSON list of objects with `role` and `content`, or an object with such `messages` and with any of `tools`,
         `chat_template_kwargs`, `add_generation_prompt` and `continue_final_message`.
     add_special_tokens: whether the tokenizer adds its special tokens to the special tokens that the template writes.
-    Raises InvalidRequest for anything else, for texts that are too long, for chats that the template refuses, and from
-    a model with an encoder.
+    use: of the adapter that answers.
+    Raises InvalidRequest for anything else, for texts that are too long, and from a model with an encoder;
+    TemplateRefusal for a chat that the template refuses.
     """
+    chat = _read_chat(text, info)
+    options, keeps_special = _template_options(chat), info.special_tokens_in_messages
+    most = info.limits.max_prompt_bytes
+    try:
+        return tokenizer.apply_chat_template(
+            chat.messages, chat.tools, options, keeps_special, most, add_special_tokens, use
+        )
+    except RecursionError:
+        raise TemplateRefusal("messages are nested too deep for the model's chat template") from None
+
+
+def check_chat(text: str, info: EngineInfo) -> None:
+    """Raises InvalidRequest for a text that is no chat, whatever its template, or that is too long."""
+    _template_options(_read_chat(text, info))
+
+
+def _read_chat(text: str, info: EngineInfo) -> _Chat:
     if info.source is not None:
         raise InvalidRequest("messages: the model has an encoder, and no chats; send text_input")
     check_prompt_bytes("messages", len(text.encode()), info)
@@ -79,16 +100,7 @@ def encode_messages(text: str, tokenizer: Tokenizer, info: EngineInfo, add_speci
         ) from None
     except RecursionError:
         raise InvalidRequest("messages are JSON that is nested too deep") from None
-    if not isinstance(chat, _Chat):
-        chat = _Chat(chat)
-    options, keeps_special = _template_options(chat), info.special_tokens_in_messages
-    most = info.limits.max_prompt_bytes
-    try:
-        return tokenizer.apply_chat_template(
-            chat.messages, chat.tools, options, keeps_special, most, add_special_tokens
-        )
-    except RecursionError:
-        raise InvalidRequest("messages are nested too deep for the model's chat template") from None
+    return chat if isinstance(chat, _Chat) else _Chat(chat)
 
 
 def _template_options(chat: _Chat) -> dict[str, Any]:

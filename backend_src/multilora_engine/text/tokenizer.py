@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+class TemplateRefusal(InvalidRequest):
+    """The template of a chat makes no prompt of it; the template of an adapter might."""
+
+
 _MAX_OWN_CHATS = 32
 """Adapters with templates of their own whose compiled templates are kept, those asked for last."""
 
@@ -97,12 +101,32 @@ class Tokenizer:
         add_special_tokens: whether the tokenizer adds its special tokens, such as BOS, as to a prompt.
         use: of the adapter that answers, whose templates, named tokens and system prompt come before the base's.
 
-        Raises InvalidRequest if the template refuses the chat, if the rendered chat is too long, or if the template
-        would silently leave out a content, tool calls or the tools.
+        Raises TemplateRefusal if there is no template, if the template refuses the chat, if the rendered chat is too
+        long, or if the template would silently leave out a content, tool calls or the tools. InvalidRequest for
+        messages that are none.
         """
-        if not (use.chat_templates or self._files.templates):
-            raise InvalidRequest("this model has no chat template; send text_input instead of messages")
         _check_messages(messages)
+        if not (use.chat_templates or self._files.templates):
+            raise TemplateRefusal("this model has no chat template; send text_input instead of messages")
+        try:
+            return self._apply_chat_template(
+                messages, tools, options, keeps_special_tokens, max_bytes, add_special_tokens, use
+            )
+        except TemplateRefusal:
+            raise
+        except InvalidRequest as error:
+            raise TemplateRefusal(str(error)) from error.__cause__
+
+    def _apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+        keeps_special_tokens: bool,
+        max_bytes: int | None,
+        add_special_tokens: bool,
+        use: AdapterUse,
+    ) -> list[int]:
         chats = self._chats_of(use)
         if use.system_prompt and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": use.system_prompt}, *messages]

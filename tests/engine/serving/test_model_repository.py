@@ -55,8 +55,8 @@ def test_the_parameters_are_those_of_the_engine_with_their_defaults_and_descript
 
 
 def test_what_only_generation_has_is_known_where_parameters_are_refused() -> None:
-    """But for ids in the place of texts, which an ensemble's preprocessing makes."""
-    generation = set(tensors(config("generation").input)) - {"input_ids", "input_lengths"}
+    """But for ids in the place of texts, which an ensemble's preprocessing makes, and chats that it leaves."""
+    generation = set(tensors(config("generation").input)) - {"input_ids", "input_lengths", "left_messages"}
     for model in ("ensemble", "ensemble_unary"):
         names = {ENSEMBLE_NAMES.get(name, name) for name in tensors(config(model).input)}
         missing = generation - names - {*UNSUPPORTED_OPTIONS, *UNSUPPORTED_TENSORS}
@@ -97,7 +97,7 @@ def test_the_steps_of_an_ensemble_fit_its_models(model: str) -> None:
 @pytest.mark.parametrize("model", ["ensemble", "ensemble_unary"])
 def test_an_ensemble_offers_every_option_of_generation_under_upstreams_names(model: str) -> None:
     ensemble_names = {ours: theirs for theirs, ours in ENSEMBLE_NAMES.items()}
-    direct_only = {"input_ids", "input_lengths", "request_output_len", "stop"}
+    direct_only = {"input_ids", "input_lengths", "left_messages", "request_output_len", "stop"}
     direct_only |= {"embedding_bias", "embedding_bias_ids", "bad_words_list", "stop_words_list"}
     direct_only |= {"early_stopping", "beam_search_diversity_rate", "guided_decoding_after_thinking"}
     direct_only |= {"return_prompt_log_probs", "num_prompt_top_log_probs"}

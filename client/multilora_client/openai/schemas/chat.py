@@ -263,7 +263,10 @@ class ChatRequest(Sampling):
         guide = self.guide()
         if guide and self._parses(reasoning):
             guide |= GenerateOptions(guide_after_thinking=True)
-        return [Question(None, chat | guide | self.sampling() | told, tell_tools(messages, tools))]
+        options = chat | guide | self.sampling() | told
+        if not (self.max_completion_tokens or self.max_tokens):
+            options["default_options"] = [*(options["default_options"] or ()), "max_tokens"]
+        return [Question(None, options, tell_tools(messages, tools))]
 
     def _template_values(self) -> dict[str, Any]:
         effort = self.reasoning_effort or (self.reasoning and self.reasoning.effort)

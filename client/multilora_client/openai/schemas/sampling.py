@@ -183,6 +183,7 @@ class Sampling(TokenChoice):
         """The options that both kinds share. A top_p of 0 leaves only the likeliest token; the server's 0 is unset."""
         is_greedy = self.temperature == 0 or self.top_p == 0
         return GenerateOptions(
+            default_options=[] if is_greedy else sorted({"temperature", "top_p"} - self.model_fields_set),
             temperature=0.0 if is_greedy else self.temperature,
             top_p=None if is_greedy else self.top_p,
             top_k=self.top_k if self.top_k is None else max(self.top_k, 0),
