@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -31,6 +33,7 @@ from tritonclient.utils import InferenceServerException
 
 from multilora_client import Adapter, AdapterNotFound, AdapterTensors, Client, InvalidRequest, load_adapter
 from multilora_engine.tritonserver import ServerProcess
+from multilora_wire.adapter_names import task_id_of_name
 
 PIRATE = Path(__file__).parents[2] / "adapters" / "pirate"
 CHAT = '[{"role": "user", "content": "Who are you?"}]'
@@ -351,6 +354,35 @@ def test_an_adapter_goes_by_its_name_through_every_door(
     assert first.as_numpy("lora_task_id_out") == later.as_numpy("lora_task_id_out")
     with pytest.raises(AdapterNotFound, match="LoRA adapter 'acme/nobody' not found in cache"):
         client.generate("Hello", lora_name="acme/nobody", max_tokens=1)
+
+
+def test_an_alias_gives_a_session_one_member_through_every_door(
+    server: ServerProcess, client: Client, http_client: Client, triton_grpc: GrpcClient
+) -> None:
+    program = str(Path(sys.executable).with_name("multilora"))
+    command = [program, "adapters", "alias", "style=pirate:1,json:1", "--json", "--url", server.grpc_url]
+    (made,) = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
+    assert made == {"name": "style", "members": [{"name": "pirate", "weight": 1}, {"name": "json", "weight": 1}]}
+    told = {}
+    for session in ("Ann", "Bob", "Cleo", "Dora"):
+        asked = PROMPT | tensors(lora_name="style", lora_session=session)
+        answers = [infer(triton_grpc, model, asked) for model in ("generation_unary", "ensemble_unary")]
+        (named,) = {answer.as_numpy("lora_name_out").item().decode() for answer in answers}
+        (text,) = {text_of(answer) for answer in answers}
+        assert answers[0].as_numpy("lora_task_id_out").item() == task_id_of_name(named)
+        for model, flag in (("generation", "streaming"), ("ensemble", "stream"), ("tensorrt_llm", "streaming")):
+            assert "".join(stream_texts(server.grpc_url, model, asked | tensors(**{flag: True}))) == text
+        options = {"messages": json.loads(CHAT), "max_tokens": 6}
+        again = http_client.generate(lora_name="style", lora_session=session, **options)
+        assert (
+            (again.text, again.lora_name) == (text, named) == (client.generate(lora_name=named, **options).text, named)
+        )
+        told[named] = text
+    assert told.keys() == {"pirate", "json"}, "these sessions have both"
+    assert told["pirate"] != told["json"]
+    client.remove_alias("style")
+    with pytest.raises(AdapterNotFound, match="LoRA adapter 'style' not found in cache"):
+        client.generate("Hello", lora_name="style", max_tokens=1)
 
 
 def test_an_adapter_that_starts_later_uses_what_the_base_has_computed(

@@ -28,6 +28,7 @@ _DTYPES = {
     "guided_decoding_guide_type": np.object_,
     "guided_decoding_guide": np.object_,
     "lora_name": np.object_,
+    "lora_session": np.object_,
     "lora_expected_digest": np.object_,
     "lora_task_id": np.uint64,
     "seed": np.uint64,
