@@ -135,9 +135,11 @@ def _answer_fields(response: Response, answer: Alternative) -> dict[str, Any]:
     """The fields of an answer; the base model gives a task id of 0 and no digest."""
     lora_task_id, lora_digest = response.first("lora_task_id_out"), response.first("lora_digest") or ""
     num_input_tokens = response.first("num_input_tokens")
+    # With an encoder, logits are of the tokens that the decoder begins with, and input tokens those of the source.
+    *_, num_rows, _ = response.shapes.get("context_logits") or (num_input_tokens, 0)
     return {
         **vars(answer),
-        "context_logits": _logits(response.outputs.get("context_logits", ()), num_input_tokens, None),
+        "context_logits": _logits(response.outputs.get("context_logits", ()), num_rows, None),
         "prompt": _prompt(response),
         "num_input_tokens": num_input_tokens,
         "num_cached_tokens": response.first("num_cached_tokens"),

@@ -99,6 +99,14 @@ LoraStart = Annotated[
         show_default="as the adapter was trained",
     ),
 ]
+DecoderText = Annotated[
+    str | None,
+    typer.Option(
+        "--decoder-text",
+        help="Beginning of the answer of a model with an encoder, such as T5, which reads the prompt.",
+        show_default=False,
+    ),
+]
 AsChat = Annotated[bool, typer.Option("--chat", help="Send the prompt as a chat message of a user.")]
 System = Annotated[str | None, typer.Option(help="System message that opens the chat.", show_default=False)]
 MaxTokens = Annotated[int, typer.Option(help="Max tokens to generate.")]
@@ -156,6 +164,7 @@ def generate(
     lora_name: LoraName = None,
     expected_digest: ExpectedDigest = None,
     lora_start: LoraStart = None,
+    decoder_text: DecoderText = None,
     chat: AsChat = False,
     max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
     temperature: Temperature = None,
@@ -185,6 +194,7 @@ def generate(
             lora_name=lora_name,
             lora_expected_digest=expected_digest,
             lora_start=lora_start,
+            decoder_text_input=decoder_text,
             max_tokens=max_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -209,6 +219,7 @@ def stream(
     lora_name: LoraName = None,
     expected_digest: ExpectedDigest = None,
     lora_start: LoraStart = None,
+    decoder_text: DecoderText = None,
     chat: AsChat = False,
     max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
     temperature: Temperature = None,
@@ -236,6 +247,7 @@ def stream(
             lora_name=lora_name,
             lora_expected_digest=expected_digest,
             lora_start=lora_start,
+            decoder_text_input=decoder_text,
             max_tokens=max_tokens,
             temperature=temperature,
             top_k=top_k,

@@ -140,6 +140,11 @@ def _sampling_inputs(options: GenerateOptions) -> dict[str, Tensor]:
     }
     if "messages" in given and weak:
         inputs["default_inputs"] = _strings("default_options", sorted(_SAMPLING_INPUTS[option][0] for option in weak))
+    if "decoder_text_input" in given:
+        inputs["decoder_text_input"] = _strings("decoder_text_input", [given["decoder_text_input"]])
+    if "decoder_input_ids" in given:
+        inputs["decoder_input_ids"] = checked_tensor("decoder_input_ids", given["decoder_input_ids"], np.int32)
+        inputs["decoder_input_lengths"] = numeric_tensor(len(given["decoder_input_ids"]), np.int32)
     for option in ("stop_words", "bad_words"):
         if given.get(option):
             inputs[option] = _strings(option, given[option])

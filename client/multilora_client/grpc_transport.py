@@ -133,7 +133,8 @@ def _response(message: Any) -> Response:
         output.name: flat_values(output.datatype, data)
         for output, data in zip(message.outputs, message.raw_output_contents, strict=True)
     }
-    return Response(outputs, message.parameters["triton_final_response"].bool_param)
+    shapes = {output.name: list(output.shape) for output in message.outputs}
+    return Response(outputs, message.parameters["triton_final_response"].bool_param, shapes)
 
 
 def _stream_answer(message: Any, request: InferRequest) -> Response | MultiloraClientError:

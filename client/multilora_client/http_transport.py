@@ -156,7 +156,8 @@ def _response(answer: httpx2.Response, request: InferRequest) -> Response:
         raise _refusal(answer.status_code, answer.content, request)
     header_length = int(answer.headers.get(_HEADER_LENGTH, len(answer.content)))
     header = json.loads(answer.content[:header_length])
-    return Response(_outputs(header["outputs"], answer.content[header_length:]))
+    shapes = {output["name"]: output["shape"] for output in header["outputs"]}
+    return Response(_outputs(header["outputs"], answer.content[header_length:]), shapes=shapes)
 
 
 def _outputs(headers: list[dict[str, Any]], data: bytes) -> dict[str, Sequence[Any]]:

@@ -58,11 +58,12 @@ class InferRequest:
 class Response:
     """One response: values of each output in row-major order, and whether the server said that it is the last one.
 
-    A transport without such a flag (HTTP) leaves `is_final` False.
+    A transport without such a flag (HTTP) leaves `is_final` False. shapes: of the outputs; of none in events of HTTP.
     """
 
     outputs: Mapping[str, Sequence[Any]]
     is_final: bool = False
+    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def first(self, name: str) -> Any:
         """The first value of an output, None when it is absent or empty."""

@@ -39,6 +39,8 @@ class GenerateOptions(ChatOptions, total=False):
     Exactly one of the prompt, `messages` and `input_ids` is required.
 
     input_ids: token ids of the prompt.
+    decoder_text_input, decoder_input_ids: of a model with an encoder, which reads the prompt: the beginning of the
+        answer, as text, or as token ids with the decoder's start token; the latter not at the ensembles.
     add_special_tokens: whether the tokenizer's special tokens, such as one that begins a text, are put around the
         prompt (the server's own setting when not given) or around what the chat template writes (False when not given).
     truncate_prompt_tokens: keep only this many tokens of the prompt, from its end; -1 keeps as many as leave room for
@@ -83,6 +85,8 @@ class GenerateOptions(ChatOptions, total=False):
     """
 
     input_ids: Sequence[int] | None
+    decoder_text_input: str | None
+    decoder_input_ids: Sequence[int] | None
     add_special_tokens: bool | None
     truncate_prompt_tokens: int | None
     max_tokens: int | None

@@ -48,13 +48,14 @@ def test_the_answer_alone_goes_to_standard_output(fake_triton: Any, command: str
 @pytest.mark.parametrize("command", ["generate", "stream"])
 def test_options_reach_the_server(fake_triton: Any, converted: Path, command: str) -> None:
     options = ["--max-tokens", 5, "--temperature", 0.5, "--top-k", 4, "--seed", 3, "--stop", "a", "--stop", "b"]
-    options += ["--lora-start", 6]
+    options += ["--lora-start", 6, "--decoder-text", "Es war"]
     result = run(command, "hi", "--url", fake_triton.url, "--adapter", converted, "--lora-task-id", 7, *options)
 
     _, inputs = fake_triton.received[0]
     assert result.exit_code == 0
     assert inputs["text_input"] == ["hi"]
     assert inputs["stop_words"] == ["a", "b"]
+    assert inputs["decoder_text_input"] == ["Es war"]
     numbers = {"max_tokens": 5, "temperature": 0.5, "runtime_top_k": 4, "seed": 3, "lora_start": 6}
     assert {name: inputs[name].item() for name in numbers} == numbers
     assert inputs["lora_task_id"].item() == 7

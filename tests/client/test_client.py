@@ -714,6 +714,22 @@ def test_the_digest_that_a_version_must_have_is_an_input(make_client: Any, adapt
     assert "lora_expected_digest" not in server.requests[1].inputs
 
 
+def test_the_beginning_of_an_answer_is_an_option(make_client: Any) -> None:
+    by_text = sent_inputs(make_client, "hi", decoder_text_input="Es war")
+    by_ids = sent_inputs(make_client, input_ids=[5], decoder_input_ids=[2, 8, 9])
+    assert by_text["decoder_text_input"] == ("BYTES", (1, 1), ["Es war"])
+    assert by_ids["decoder_input_ids"] == ("INT32", (1, 3), [2, 8, 9])
+    assert by_ids["decoder_input_lengths"] == ("INT32", (1, 1), [3])
+    assert not {name for name in sent_inputs(make_client, "hi") if "decoder" in name}
+
+
+def test_logits_of_a_beginning_are_as_many_as_its_tokens_whatever_the_source(make_client: Any) -> None:
+    outputs = {"text_output": ["x"], "num_input_tokens": [4], "context_logits": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]}
+    response = Response(outputs, shapes={"context_logits": [1, 2, 3]})
+    answer = make_client(lambda _: [response]).generate("hi")
+    assert answer.context_logits.tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+
+
 def test_token_ids_and_messages_are_prompts_too(make_client: Any) -> None:
     messages = [{"role": "user", "content": "¿qué?"}]
 

@@ -35,7 +35,7 @@ _ONE_INSTANCE = "one instance serves any number of requests at once"
 _ONE_GPU = "one server uses one GPU, that of CUDA_VISIBLE_DEVICES"
 _NO_DRAFTS = "this server has no speculative decoding"
 _NO_IMAGES = "this server has no images or videos"
-_NO_ENCODER = "this server has no encoder-decoder models"
+_NO_FEATURES = "this server has no models whose encoders take features"
 _KV_CACHE = "see kv_cache_memory_bytes and gpu_memory_utilization, which mean something else"
 _WHOLE_CONTEXT = "every token attends to the whole context that the model gives it"
 _OWN_KERNELS = "it chooses among kernels of TensorRT-LLM"
@@ -58,8 +58,8 @@ IGNORED: Mapping[str, str] = MappingProxyType(
         "context_model_name": _ONE_ENGINE,
         "generation_model_name": _ONE_ENGINE,
         "disaggregated_serving_bls_count": _ONE_ENGINE,
-        "n_mels": _NO_ENCODER,
-        "zero_pad": _NO_ENCODER,
+        "n_mels": _NO_FEATURES,
+        "zero_pad": _NO_FEATURES,
         "max_queue_delay_microseconds": "a request joins the running batch at its next step",
         "batching_strategy": _IN_FLIGHT,
         "batch_scheduler_policy": _IN_FLIGHT,
@@ -74,8 +74,8 @@ IGNORED: Mapping[str, str] = MappingProxyType(
         "max_tokens_in_paged_kv_cache": _KV_CACHE,
         "kv_cache_host_memory_bytes": "blocks of the KV cache never leave the device",
         "kv_cache_onboard_blocks": "blocks of the KV cache never leave the device",
-        "cross_kv_cache_fraction": _NO_ENCODER,
-        "encoder_input_features_data_type": _NO_ENCODER,
+        "cross_kv_cache_fraction": "keys and values of sources lie in the KV cache, as many as requests need",
+        "encoder_input_features_data_type": _NO_FEATURES,
         "prompt_embedding_table_data_type": "this server has no prompt tables",
         "logits_datatype": "logits are FP32",
         "max_attention_window_size": _WHOLE_CONTEXT,
