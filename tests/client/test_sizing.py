@@ -136,6 +136,30 @@ def test_linears_are_chosen_by_short_or_whole_name(tmp_path: Path) -> None:
             choose_linears(layout, names)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int4"])
+def test_an_adapter_of_both_stacks_counts_self_and_cross_attention(tmp_path: Path, dtype: StoredDtype) -> None:
+    """PEFT's defaults are q and v of all three attentions."""
+    fields = {"d_model": 256, "d_kv": 64, "num_heads": 5, "d_ff": 512, "num_layers": 2, "num_decoder_layers": 3}
+    write_config(
+        tmp_path,
+        {
+            "architectures": ["T5ForConditionalGeneration"],
+            "model_type": "t5",
+            "vocab_size": 9,
+            "decoder_start_token_id": 0,
+        }
+        | fields,
+    )
+    layout = read_layout(tmp_path, 64, dtype)
+    assert layout == checkpoint_layout(tmp_path, 64, dtype)
+    chosen = choose_linears(layout, "q,v")
+    places = [(layer, module_id) for layer in range(5) for module_id in ((1, 3, 9, 11) if layer < 3 else (1, 3))]
+    assert [(module.layer, module.module_id) for module in chosen] == places
+    assert linear_names(layout) == ["q", "k", "v", "o", "wi", "wo"]
+    with pytest.raises(InvalidRequest, match="write some of q,k,v,o,wi,wo"):
+        choose_linears(layout, "q,lm_head")
+
+
 @pytest.mark.parametrize("content", [None, "no JSON", "[]", "{}"])
 def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path, content: str | None) -> None:
     if content is not None:

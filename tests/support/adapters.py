@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from multilora_wire.config_sites import config_sites
 from multilora_wire.layout import AdapterLayout, num_values
 from multilora_wire.sites import decoder_sites
 
@@ -20,6 +21,10 @@ TINY = AdapterLayout(
 
 SPANNING = replace(TINY, page_bytes=2048)
 """Many pieces take two pages and more: the largest has 7168 bytes."""
+
+_T5 = {"model_type": "t5", "d_model": 24, "d_kv": 10, "num_heads": 3, "d_ff": 56, "feed_forward_proj": "gated-gelu"}
+ENCODER_DECODER = replace(TINY, sites=config_sites({**_T5, "num_layers": 2, "num_decoder_layers": 3}))
+"""Of a T5: layers 0 to 2 are the decoder's, 3 and 4 the encoder's."""
 
 
 @dataclass(frozen=True)

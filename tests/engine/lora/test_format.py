@@ -20,7 +20,7 @@ from peft import LoraConfig
 from peft.tuners.lora.variants import calculate_alora_offsets
 from safetensors.numpy import save
 from safetensors.torch import save_file
-from support.adapters import SPANNING, TINY, wire_adapter
+from support.adapters import ENCODER_DECODER, SPANNING, TINY, wire_adapter
 from support.expert_adapters import FORMS, GPT_OSS, PLAIN, forms_for, numbered, random_factors, shared_outer, wrapped
 from support.sources import NO_BASE
 from transformers import LlamaConfig
@@ -28,7 +28,7 @@ from transformers import LlamaConfig
 from multilora_client import AdapterError, AdapterTensors, convert_peft
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
-from multilora_engine.lora.format import TORCH_DTYPES, pack_adapter, pack_peft
+from multilora_engine.lora.format import TORCH_DTYPES, check_rows, pack_adapter, pack_peft
 from multilora_engine.lora.layout import MAX_INVOCATION_TOKENS, AdapterTraits, PackedAdapter, page_shape
 from multilora_engine.lora.sources.packing import pack_directory
 from multilora_engine.lora.sources.source import LocalAdapter, Unusable
@@ -232,7 +232,14 @@ def _config(*rows: list[int]) -> torch.Tensor:
         (torch.zeros(1, 900), _config([1, 0]), "Invalid shape for lora_config tensor"),
         (torch.zeros(1, 900), _config([1, 0, 1, 0, 0]), "Invalid shape for lora_config tensor"),
         (torch.zeros(2, 900), _config([1, 0, 1]), "lora_weights has 2 rows and lora_config 1"),
-        (torch.zeros(1, 900), _config([8, 0, 1]), "lora module 8 not enabled for this model"),
+        *(
+            (
+                torch.zeros(1, 900),
+                _config([i, 0, 1]),
+                rf"lora module {i} not enabled for this model; {name} needs an enc",
+            )
+            for i, name in enumerate([f"cross_attn_{n}" for n in ("qkv", "q", "k", "v", "dense")], 8)
+        ),
         (torch.zeros(1, 900), _config([-1, 0, 1]), "lora module -1 not enabled"),
         (torch.zeros(1, 900), _config([1, 3, 1]), r"Expected layerId to be in the range \[0, numModelLayers\): 3"),
         (torch.zeros(1, 900), _config([1, -1, 1]), "Expected layerId"),
@@ -260,6 +267,23 @@ def test_what_does_not_fit_the_model_is_refused_by_name(
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
         pack_adapter(weights, config, TINY)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            [9, 3, 1],
+            r"lora module 9 \(cross_attn_q\) not enabled for layer 3; layers 0 to 2 are decoder\.block, 3 to 4 enc",
+        ),
+        ([8, 4, 1], r"lora module 8 \(cross_attn_qkv\) not enabled for layer 4"),
+        ([1, 5, 1], r"range \[0, numModelLayers\): 5, numModelLayers is 5; layers 0 to 2 are decoder\.block"),
+        ([13, 0, 1], r"lora module 13 not enabled for this model; it has 0 attn_qkv"),
+    ],
+)
+def test_rows_that_an_encoder_decoder_has_not_are_refused_with_its_layers(row: list[int], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        pack_adapter(torch.zeros(1, 900), _config(row), ENCODER_DECODER)
 
 
 @pytest.mark.parametrize("lora_dtype", ["float16", "bfloat16", "float32"])
@@ -366,6 +390,36 @@ def test_an_adapter_has_one_digest_as_tensors_as_files_and_from_a_source(
     assert torch.equal(as_files.pages, as_tensors.pages)
     assert torch.equal(from_source.pages, as_tensors.pages)
     assert as_files.digest == from_source.digest == as_tensors.digest
+
+
+@pytest.mark.parametrize("lora_dtype", ["float32", "bfloat16", "float16", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("is_dora", [False, True])
+def test_an_adapter_of_both_stacks_has_one_digest_as_tensors_as_files_and_from_a_source(
+    tmp_path: Path, lora_dtype: str, is_dora: bool
+) -> None:
+    layout = adapter_layout(ENCODER_DECODER.sites, 16, lora_dtype)
+    tensors, weights = {}, {}
+    for site in layout.sites.sites:
+        name = layout.sites.full_name(site.name)
+        key = f"base_model.model.{name}"
+        weights[f"{name}.weight"] = torch.randn(site.out_size, site.in_size)
+        tensors[f"{key}.lora_A.weight"] = torch.randn(5, site.in_size) * 0.1
+        tensors[f"{key}.lora_B.weight"] = torch.randn(site.out_size, 5) * 0.1
+        if is_dora:
+            tensors[f"{key}.lora_magnitude_vector"] = torch.rand(site.out_size) + 0.5
+    save_file(weights, tmp_path / "model.safetensors")
+    folder = write_peft(tmp_path / "x", tensors, use_dora=is_dora)
+    wire = convert_peft(folder, base_model=tmp_path, sites=layout.sites)
+    as_tensors = pack_adapter(wire_weights(wire), torch.from_numpy(wire.config), layout)
+    from_source = pack_directory(LocalAdapter(folder, folder, revision="1", name="x"), layout, tmp_path)
+
+    assert {(row.layer, row.module_id) for row in as_tensors.rows} == {
+        (module.layer, module.module_id) for module in layout.sites.plain_modules
+    }
+    assert from_source.rows == as_tensors.rows
+    assert torch.equal(from_source.pages, as_tensors.pages)
+    assert from_source.digest == as_tensors.digest
+    check_rows(as_tensors.rows, as_tensors.num_pages, layout)
 
 
 def pack_experts(tensors: Mapping[str, np.ndarray], layout: AdapterLayout) -> PackedAdapter:

@@ -28,7 +28,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.adapters import TINY, WireAdapter, wire_adapter
+from support.adapters import ENCODER_DECODER, TINY, WireAdapter, wire_adapter
 
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, AdapterNotLoaded
 from multilora_engine.lora.adapter_file import write_file_atomically
@@ -750,6 +750,32 @@ def test_an_adapter_whose_run_of_pages_an_operator_breaks_up_is_given_up_and_tol
     manager.memory.unpin(waiting)
     assert waiting.state.memory is Memory.GONE
     manager.check_integrity()
+    manager.close()
+
+
+def test_an_adapter_of_both_stacks_lives_in_every_tier(tmp_path: Path) -> None:
+    """In host memory, on the device, on disk, and back from there; its fused rows of cross attention, too."""
+    layout = ENCODER_DECODER
+    rows = [(8, 0, 3), (12, 0, 5), (9, 1, 2), (18, 2, 4), (0, 3, 7), (6, 4, 16), (3, 4, 1)]
+    wire = wire_adapter(layout, rows)
+    manager = build_manager(4, 2, "refuse", disk=DiskTier(tmp_path, 1 << 20, layout), layout=layout)
+    manager.put(1, pack_adapter(wire.weights, wire.config, layout))
+    for _ in range(2):
+        adapter = manager.pin(1)
+        while not manager.memory.acquire(adapter):
+            manager.wait()
+            manager.poll()
+        assert_tables_hold(manager, adapter, wire)
+        manager.memory.release(adapter)
+        manager.memory.unpin(adapter)
+        manager.save(1).result()
+        manager.poll()
+        manager.check_integrity()
+        manager.close()
+        disk = DiskTier(tmp_path, 1 << 20, layout)
+        manager = build_manager(4, 2, "refuse", disk=disk, layout=layout)
+        manager.load(1)
+        manager.settle()
     manager.close()
 
 
