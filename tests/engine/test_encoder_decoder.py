@@ -12,6 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from peft import LoraConfig
 from support.encoder_decoders import VOCAB_SIZE, make_model, random_tokens
 from support.engines import Answer, LogitsRecorder, poison_claimed_blocks, run_all
@@ -19,7 +21,7 @@ from support.oracle import Oracle, packed
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
-from multilora_engine.errors import InvalidRequest
+from multilora_engine.errors import InvalidRequest, RequestError
 from multilora_engine.lora.layout import AdapterTraits
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
 from multilora_engine.sequences.prompt_log_probs import row_type
@@ -299,6 +301,55 @@ def test_a_step_without_memory_fails_its_requests_and_the_source_is_encoded_late
     assert_greedy(family, [request], answers)
     assert answers["r"].final is not None
     assert answers["r"].final.num_cached_tokens == 0
+
+
+TOKENS = st.integers(0, VOCAB_SIZE - 1) | st.sampled_from([-1, VOCAB_SIZE])
+TEXT = st.lists(TOKENS, max_size=6) | st.sampled_from([49, 50, 51, 60, 513]).map(lambda n: [7] * n)
+OPTIONS: dict[str, st.SearchStrategy[Any]] = {
+    "max_tokens": st.sampled_from([0, 1, 5, 600]),
+    "beam_width": st.sampled_from([1, 1, 3, 9]),
+    "forced_first_id": st.none() | TOKENS,
+    "min_tokens": st.integers(0, 3),
+    "end_id": st.none() | TOKENS,
+    "return_context_logits": st.booleans(),
+    "return_log_probs": st.booleans(),
+    "bad_token_sequences": st.sampled_from([(), ((7,),), ((0, 7), (2, 7))]),
+}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    asked=st.lists(
+        st.tuples(TEXT, TEXT, st.none() | st.integers(0, 2), st.fixed_dictionaries(OPTIONS)), min_size=1, max_size=3
+    )
+)
+def test_any_request_is_answered_or_refused_and_its_neighbour_has_the_same_bits(
+    family: Family, engine: Engine, asked: list[tuple[list[int], list[int], int | None, dict[str, Any]]]
+) -> None:
+    neighbour = translation(family, "neighbour", random_tokens(9, seed=8), 1, return_log_probs=True)
+    alone = told(run_all(engine, [neighbour])["neighbour"])
+    accepted = [neighbour]
+    for i, (source, prompt, task, options) in enumerate(asked):
+        request = GenerationRequest(
+            f"r{i}", prompt, SamplingParams(**options), lora_task_id=task, source_token_ids=source
+        )
+        try:
+            engine._admission._new_sequences.limits.check(request)
+        except RequestError as error:
+            assert error.code in ("INVALID_ARG", "UNSUPPORTED")  # noqa: PT017
+            assert len(str(error)) < 300  # noqa: PT017
+        else:
+            accepted.append(request)
+    answers = run_all(engine, accepted)
+    assert told(answers["neighbour"]) == alone
+    for request in accepted:
+        final = answers[request.request_id].final
+        assert final is not None
+        assert final.error_code in (None, "INVALID_ARG")
+        if final.error_code is None:
+            assert final.num_prompt_tokens == len(request.source_token_ids)
+            first = [beam.token_ids[0] for beam in final.beams] or answers[request.request_id].token_ids[:1]
+            assert request.sampling.forced_first_id is None or set(first) <= {request.sampling.forced_first_id}
 
 
 def test_what_no_encoder_decoder_has_is_refused_by_name(family: Family, engine: Engine) -> None:

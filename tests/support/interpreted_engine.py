@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors.torch import save
 
@@ -23,6 +24,8 @@ from multilora_wire.layout import AdapterLayout
 from multilora_wire.module_names import (
     ATTN_DENSE,
     ATTN_Q,
+    CROSS_Q,
+    CROSS_V,
     MLP_4H_TO_H,
     MOE_4H_TO_H,
     MOE_H_TO_4H,
@@ -36,7 +39,9 @@ from support.adapters import wire_adapter
 from support.engines import run_all
 
 _RANKS = (3, 8)
-_ADAPTED = (ATTN_Q, ATTN_DENSE, MLP_4H_TO_H, MOE_H_TO_4H, MOE_4H_TO_H, MOE_ROUTER, SHARED_EXPERT_GATE, SHARED_UP)
+_OF_LAYERS = (ATTN_Q, ATTN_DENSE, CROSS_Q, CROSS_V, MLP_4H_TO_H)
+_OF_EXPERTS = (MOE_H_TO_4H, MOE_4H_TO_H, MOE_ROUTER, SHARED_EXPERT_GATE, SHARED_UP)
+_ADAPTED = _OF_LAYERS + _OF_EXPERTS
 """Modules that adapters change, where layers have them."""
 
 _EMBED = "model.embed_tokens"
@@ -53,13 +58,16 @@ _SAMPLING = (
 
 
 def make_engine(model: Path, tokenizer: Path, **options: Any) -> Engine:
-    """With adapters 0 and 1 on linears, 2 on embeddings and head, and 3 of rows of tokens."""
+    """With adapters 0 and 1 on linears and, unless the model has an encoder, 2 on embeddings and head, and 3 of rows of
+    tokens.
+    """
     config = EngineConfig(
         model_path=model,
         tokenizer_path=tokenizer,
         device="cpu",
         kv_cache_memory_bytes=8 << 20,  # type: ignore[arg-type]
         max_num_batched_tokens=24,
+        max_num_encoder_tokens=90,
         max_num_seqs=4,
         **options,
     )
@@ -69,7 +77,8 @@ def make_engine(model: Path, tokenizer: Path, **options: Any) -> Engine:
         rows = [(m.module_id, m.layer, rank) for m in layout.sites.plain_modules if m.module_id in _ADAPTED]
         wire = wire_adapter(layout, rows, seed=task, scale=0.5)
         engine.put_adapter(task, pack_adapter(wire.weights, wire.config, layout))
-    for task, (config_text, weights) in enumerate(_outer_files(layout), start=len(_RANKS)):
+    outer = _outer_files(layout) if engine.info.source is None else iter(())
+    for task, (config_text, weights) in enumerate(outer, start=len(_RANKS)):
         adapter = read_peft(json.dumps(config_text).encode(), MemoryBytes(weights), layout.sites)
         engine.put_adapter(task, pack_peft(adapter, layout, model))
     return engine
@@ -95,9 +104,18 @@ def answer(engine: Engine) -> dict[str, list[int]]:
     """Tokens by request: of the base model and of two adapters, greedy and drawn, with penalties and bans; some prompts
     take several chunks. Closes the engine.
     """
+    texts = [[(7 * n + i) % engine.info.vocab_size for i in range(17 * n + 1)] for n in range(len(_TASKS))]
+    prompts, sources, tasks, samplings = texts, [[]] * len(texts), _TASKS, [*_SAMPLING]
+    if engine.info.source is not None:
+        # Of one token and of several.
+        prompts, sources = [text[: 1 + n % 3] for n, text in enumerate(texts)], [text[:60] for text in texts]
+        tasks = tuple(task if task in (0, 1) else None for task in _TASKS)
+    for place, sampling in enumerate(samplings):
+        bad = tuple(pair for pair in sampling.bad_token_sequences if max(pair) < engine.info.vocab_size)
+        samplings[place] = msgspec.structs.replace(sampling, bad_token_sequences=bad)
     requests = [
-        GenerationRequest(f"r{n}", [(7 * n + i) % VOCAB_SIZE for i in range(17 * n + 1)], sampling, lora_task_id=task)
-        for n, (task, sampling) in enumerate(zip(_TASKS, _SAMPLING, strict=True))
+        GenerationRequest(f"r{n}", prompt, sampling, lora_task_id=task, source_token_ids=source)
+        for n, (prompt, source, task, sampling) in enumerate(zip(prompts, sources, tasks, samplings, strict=True))
     ]
     answers = run_all(engine, requests)
     engine.close()

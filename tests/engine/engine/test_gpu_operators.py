@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.compressed_checkpoints import save_tiny_w4a16
+from support.encoder_decoders import make_model
 from support.interpreted_engine import answer, make_engine
 from support.mxfp4_checkpoints import save_tiny_mxfp4
 from support.tiny_mixture import save_tiny_mixture
@@ -24,8 +25,20 @@ from multilora_kernels import interpreter
 _TESTS = Path(__file__).parents[2]
 
 
+def save_tiny_t5(path: Path) -> Path:
+    make_model("t5 v1.1").save_pretrained(path)
+    return path
+
+
+def save_tiny_bart(path: Path) -> Path:
+    make_model("bart").save_pretrained(path)
+    return path
+
+
 @pytest.mark.long(reason="the interpreter takes a second for each kernel of the self-test")
-@pytest.mark.parametrize("save", [save_tiny_llama, save_tiny_w4a16, save_tiny_mixture, save_tiny_mxfp4])
+@pytest.mark.parametrize(
+    "save", [save_tiny_llama, save_tiny_w4a16, save_tiny_mixture, save_tiny_mxfp4, save_tiny_t5, save_tiny_bart]
+)
 def test_the_gpu_operators_choose_the_tokens_of_a_cpu(
     tmp_path: Path, default_model_dir: Path, save: Callable[[Path], Path]
 ) -> None:
