@@ -730,6 +730,14 @@ def test_logits_of_a_beginning_are_as_many_as_its_tokens_whatever_the_source(mak
     assert answer.context_logits.tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
 
 
+def test_weights_do_not_go_before_a_stream_that_demands_a_version(make_client: Any, adapter: Adapter) -> None:
+    server = Server()
+    client = make_client(server, streams_tensors=False)
+    with pytest.raises(InvalidRequest, match="upload the adapter first, or use gRPC"):
+        client.stream("hi", adapter=adapter, lora_expected_digest="ab" * 16)
+    assert server.requests == []
+
+
 def test_token_ids_and_messages_are_prompts_too(make_client: Any) -> None:
     messages = [{"role": "user", "content": "¿qué?"}]
 

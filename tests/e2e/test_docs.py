@@ -102,6 +102,16 @@ def test_the_openai_example_prints_two_answers(server: ServerProcess) -> None:
         run([sys.executable, "-c", examples()["openai"].replace(OPENAI, address)])
 
 
+def test_the_training_example_asks_each_version_and_keeps_two(server: ServerProcess, client: Client) -> None:
+    printed = run([sys.executable, "-c", example("training", server)])
+    told = dict(re.findall(r"^(policy-\d) ([0-9a-f]{32}) ", printed, re.MULTILINE))
+    kept = {info.name: info.digest for info in client.list_adapters() if info.name in told}
+    for name in kept:
+        client.unload_adapter(name)
+    assert list(told) == [f"policy-{step}" for step in range(4)]
+    assert kept == {name: told[name] for name in ("policy-2", "policy-3")}
+
+
 def test_the_load_of_the_bench_example_is_answered(server: ServerProcess) -> None:
     rows = table(run_bash(example("bench", server)))
     assert rows["requests"] == ["8", "8"]
