@@ -38,6 +38,7 @@ PIRATE = {
     "is_dora": False,
     "kinds": ["LoRA"],
     "members": [],
+    "use": [],
 }
 EVENTS = [
     {"kind": "uploaded", "lora_task_id": 7, "digest": "ab" * 32, "time_ns": 10**18, "instance": "h:1", "tenant": ""},

@@ -165,8 +165,10 @@ def test_only_who_has_the_canarys_key_is_the_canary(tmp_path: Path, has_keys: bo
     assert senders.rights(RawRequest(("authorization", f"Bearer {'f' * 32}"))).sender.is_canary
     assert not senders.rights(RawRequest(("authorization", f"Bearer {KEY}"))).sender.is_canary
     if not has_keys:
-        for header in ("", "Bearer ", "Bearer " + "f" * 31, "Bearer é", "Bearer \ud800"):
+        for header in ("", "Bearer ", "Bearer " + "f" * 31, "Bearer é"):
             assert not senders.rights(RawRequest(("authorization", header))).sender.is_canary
+        with pytest.raises(InvalidRequest, match="half of a character"):
+            senders.rights(RawRequest(("authorization", "Bearer \ud800")))
 
 
 def test_without_a_canary_nobody_is_one() -> None:
