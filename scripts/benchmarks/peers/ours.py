@@ -12,13 +12,14 @@ from benchmarks.peers.exchange import Answer, Case, Job, Recorder, serve
 from multilora_client.convert import convert_peft
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
+from multilora_engine.gguf.checkpoint import prepare_gguf
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.request import GenerationRequest, SamplingParams
 
 
 def start(job: Job) -> Callable[[Case], Answer]:
     """`job.options` are parameters of the engine, but for the adapters' type, lora_dtype."""
-    options = dict(job.options)
+    options, model = dict(job.options), Path(job.model)
     lora = {
         "max_loras": max(1, len(job.adapters)),
         "max_lora_rank": job.rank,
@@ -27,7 +28,7 @@ def start(job: Job) -> Callable[[Case], Answer]:
     engine = Engine(
         EngineConfig.model_validate(
             {
-                "model_path": job.model,
+                "model_path": str(prepare_gguf(model) if model.suffix == ".gguf" else model),
                 "device": "cpu",
                 "dtype": job.dtype,
                 "num_threads": job.num_threads,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 from benchmarks.peers.exchange import Answer, Case, Job, Recorder, serve
+from benchmarks.peft_baseline import load_model
 
 _BASE = "__base__"
 """PEFT's name for the rows of a batch without adapter."""
@@ -17,7 +18,7 @@ _BASE = "__base__"
 
 def start(job: Job) -> Callable[[Case], Answer]:
     torch.set_num_threads(job.num_threads)
-    model: Any = AutoModelForCausalLM.from_pretrained(job.model, dtype=getattr(torch, job.dtype))
+    model: Any = load_model(Path(job.model), getattr(torch, job.dtype))
     model.generation_config.eos_token_id = None
     if job.adapters:
         model = PeftModel.from_pretrained(model, job.adapters[0], adapter_name=_name(0))

@@ -14,6 +14,7 @@ from rich.console import Console
 from benchmarks import bench_peers
 from benchmarks.bench_engine import save_tiny_model
 from benchmarks.bench_peers import (
+    README_TABLE,
     TABLE,
     Figures,
     compare,
@@ -22,6 +23,7 @@ from benchmarks.bench_peers import (
     notes,
     rates_table,
     running,
+    shares_table,
     weights_digest,
 )
 from benchmarks.peers.contestants import (
@@ -43,27 +45,31 @@ OURS = next(contestant for contestant in CONTESTANTS if contestant.module == "ou
 
 
 def figures(peer: str, case: str, rate: float, num_equal: int = 1) -> Figures:
-    return Figures(peer, case, rate, 1_234.5, 20.06, num_equal, 8)
+    return Figures(peer, case, 2.5, rate, 1_234.5, 20.06, num_equal, 8)
 
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the document that the command may write."""
     page = tmp_path / "page.md"
-    page.write_text(PERFORMANCE.read_text())
+    page.write_text(PERFORMANCE.read_text() + (REPOSITORY / "README.md").read_text())
     monkeypatch.setattr(bench_peers, "PERFORMANCE", page)
+    monkeypatch.setattr(bench_peers, "README", page)
     return page
 
 
 def test_the_readme_repeats_the_figures_of_the_table() -> None:
     measured = {row.pop("tokens a second"): row for row in read_cells(PERFORMANCE, TABLE)}
     rows = read_cells(REPOSITORY / "README.md", "beside others")
-    assert len(rows) == 4
     for row in rows:
         name, base, adapters, share = row.values()
         figures = measured[name]
         assert (base, adapters) == (figures["base, 16 at once"], figures["an adapter each, 16 at once"])
-        assert share == ("–" if adapters == "–" else f"{float(adapters) / float(base):.2f}")
+        assert share == ("–" if adapters == "–" else f"{number(adapters) / number(base):.2f}")
+
+
+def number(cell: str) -> float:
+    return float(cell.replace(",", ""))
 
 
 def test_figures_are_those_of_the_answers() -> None:
@@ -72,7 +78,8 @@ def test_figures_are_those_of_the_answers() -> None:
         Answer(tokens=[[1, 2, 3], [4, 5, 7]], times=[[1.0, 1.5, 2.0], [1.2, 1.5, 2.0]]),
         Answer(tokens=[[1, 2, 3], [4, 5, 7]], times=[[1.0, 1.5, 3.0], [1.2, 1.5, 2.0]]),
     ]
-    figures = Figures.of("ours", "base", answers, [[1, 2, 3], [4, 5, 6]])
+    figures = Figures.of(RunningPeer(OURS, None, 1.5), "base", answers, [[1, 2, 3], [4, 5, 6]])
+    assert (figures.peer, figures.start_s) == (OURS.name, 1.5)
     assert figures.tokens_per_s == 6 / 3
     assert figures.first_token_ms == pytest.approx(1100)
     assert figures.gap_p99_ms == 1500
@@ -80,7 +87,7 @@ def test_figures_are_those_of_the_answers() -> None:
 
 
 def test_cases_have_one_length_each_and_every_adapter() -> None:
-    cases = make_cases(vocab_size=50, num_adapters=16)
+    cases = make_cases([*range(50)], num_adapters=16)
     assert all(len({len(prompt) for prompt in case.prompts}) == 1 for case in cases)
     assert {number for case in cases for number in case.adapters} == {None, *range(16)}
     assert all(token < 50 for case in cases for prompt in case.prompts for token in prompt)
@@ -175,14 +182,27 @@ def test_the_page_has_a_row_an_engine_and_says_what_one_cannot_do() -> None:
     ]
     versions = {ours.name: "", able.name: "theirs 1.2", unable.name: "other 3"}
     assert rates_table(measured).splitlines()[2:] == [
-        "| multilora, float32 | 65 | 1,030 | 15 of 16 |",
-        "| theirs, float32 | 0.422 | 12 | 2 of 16 |",
-        "| other, float32 | 47 | – | 1 of 8 |",
+        "| multilora, float32 | 65 | 1,030 | 15 of 16 | 2.5 |",
+        "| theirs, float32 | 0.422 | 12 | 2 of 16 | 2.5 |",
+        "| other, float32 | 47 | – | 1 of 8 | 2.5 |",
     ]
     assert notes(measured, [ours, able, unable, absent], versions) == [
         "theirs: theirs 1.2.",
         "other: other 3; no adapters: it has none.",
         "absent, bfloat16: left out, it could not be installed or started here.",
+    ]
+
+
+def test_the_readme_shows_the_share_that_adapters_leave() -> None:
+    shown = Contestant("ours, float32", "ours", "float32", is_shown=True)
+    without = Contestant("other", "other", "float32", no_adapters="it has none", is_shown=True)
+    others = [Contestant("hidden", "hidden", "float32"), Contestant("absent", "absent", "float32", is_shown=True)]
+    cases = (("base, 1 at once", 9), ("base, 16 at once", 1_029.6), ("an adapter each, 16 at once", 514.94))
+    measured = [figures(name, *case) for name in (shown.name, "hidden") for case in cases]
+    measured.append(figures(without.name, "base, 16 at once", 47))
+    assert shares_table(measured, [shown, without, *others]).splitlines()[2:] == [
+        "| ours, float32 | 1,030 | 515 | 0.50 |",
+        "| other | 47 | – | – |",
     ]
 
 
@@ -210,8 +230,10 @@ def test_the_command_writes_what_it_measured(page: Path, tmp_path: Path, monkeyp
     model = save_tiny_model(tmp_path / "tiny")
     options = {"model": model, "peer": [OURS.name], "case": ["base, 1 "], "rounds": 1, "environments": tmp_path}
 
+    before = page.read_text()
     bench_peers.main(output=tmp_path / "output", update_docs=False, **options)
-    assert page.read_text() == PERFORMANCE.read_text()
+    assert page.read_text() == before
     bench_peers.main(output=tmp_path / "output", update_docs=True, **options)
     assert [row["tokens a second"] for row in read_cells(page, TABLE)] == [OURS.name]
+    assert read_cells(page, README_TABLE) == []
     assert len((tmp_path / "output/peers.csv").read_text().splitlines()) == 2
