@@ -1,8 +1,9 @@
 """Lets the first commands fail as they fail newcomers, in clean Debian roots, and shows their last lines.
 
 Each scene lacks something: Python, its shared library, a compiler, the network, disk, memory or a free port. A failure
-has to be one sentence that says how to go on. One scene lacks nothing: from the clone to the first answers it may take
-five minutes. Needs root rights, Debian's iproute2 and util-linux, and 8 GB.
+has to be one sentence that says how to go on. Two scenes end well, one with a clone and one with a release: from either
+to the first answer of an adapter of one's own it may take five minutes. Needs root rights, Debian's iproute2 and
+util-linux, and 12 GB.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from deployment.build_release import copy_tracked
+from deployment.build_release import build_release, copy_tracked
 from deployment.clean_root import ImageError, require_tools
 from deployment.image_builder import BASE, ImageBuilder
 from marked_tables import markdown_table, write_table
@@ -35,10 +36,11 @@ MACHINES = {
     "bare": (),
     "without_shared_library": ("python3", "python3-venv"),
     "without_compiler": ("python3", "python3-venv", "libpython3.11"),
+    "without_compiler_with_network": ("python3", "python3-venv", "libpython3.11", "ca-certificates"),
     "complete": ("python3", "python3-venv", "libpython3.11", "g++", "ca-certificates"),
 }
 """Newcomers' machines, by their packages of Debian."""
-_TIMEOUT_S = 900
+_TIMEOUT_S = 1800
 _MOST_S = 300
 """The goal: so long may a newcomer wait for the first answers."""
 
@@ -68,8 +70,8 @@ console = Console(highlight=False)
 @dataclass(frozen=True)
 class Scene:
     """lacks: the thing that is missing. machine: one of MACHINES. script: the newcomer's commands. says: a regular
-    expression for the last line. is_set_up: whether the clone has its environment already. ends_well: it is a hint.
-    has_network: that of this machine.
+    expression for the last line. is_set_up: whether the clone has its environment already. has_release: a release is
+    there instead of a clone. ends_well: it is a hint or an answer. has_network: that of this machine.
     """
 
     lacks: str
@@ -77,20 +79,46 @@ class Scene:
     script: str
     says: str
     is_set_up: bool = False
+    has_release: bool = False
     ends_well: bool = False
     has_network: bool = False
 
 
 _CLONE = "mkdir -p /multilora; cp -r /source/. /multilora; cd /multilora"
+_INSTALL = "python3 -m venv /multilora; /multilora/bin/pip install --quiet -r /source/requirements.txt"
+_OWN = """
+export HOME=/root
+{start} > /tmp/log 2>&1 &
+while kill -0 $! 2> /tmp/gone && ! grep --quiet ^curl /tmp/log; do sleep 1; done
+cat /tmp/log
+cp -r {sample} /tmp/own
+exec {commands}/multilora generate --chat 'What do bees make?' --adapter /tmp/own
+"""
+"""The quickstart's server is asked with a folder that it has not seen."""
 _BOOTSTRAP = f"{_CLONE}; scripts/bootstrap"
 _QUICKSTART = f"cd {REPOSITORY}; MULTILORA_KERNELS_CACHE=/tmp/kernels MULTILORA_CACHE=/cache scripts/quickstart --once"
+_ANSWER = r'^\{"answer": "Honey"'
+"""The adapter's own answer; the base model says something else."""
 
 SCENES = (
     Scene(
         "nothing",
         "complete",
-        f"{_CLONE}; export HOME=/root; exec scripts/quickstart --once",
-        r"\d in one batch",
+        f"{_CLONE}; {_OWN.format(start='scripts/quickstart', commands='.venv/bin', sample='adapters/json')}",
+        _ANSWER,
+        ends_well=True,
+        has_network=True,
+    ),
+    Scene(
+        "a clone and a compiler",
+        "without_compiler_with_network",
+        _OWN.format(
+            start=f"{{ {_INSTALL}; exec /multilora/bin/multilora-quickstart; }}",
+            commands="/multilora/bin",
+            sample="/multilora/lib/python3*/site-packages/multilora_engine/adapters/json",
+        ),
+        _ANSWER,
+        has_release=True,
         ends_well=True,
         has_network=True,
     ),
@@ -145,12 +173,13 @@ SCENES = (
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a scene, after so many seconds."""
+    """The end of a scene. num_bytes: what was written to the disk."""
 
     scene: Scene
     status: int
     output: str
     seconds: float
+    num_bytes: int
 
     @property
     def sentence(self) -> str:
@@ -192,8 +221,11 @@ def main(
 
 def endings_table(endings: Sequence[Ending]) -> str:
     """A row a scene."""
-    rows = ((each.scene.lacks, f"{each.seconds:.0f}", f"`{each.sentence}`") for each in endings)
-    return markdown_table(("a machine without", "seconds", "says"), rows, numbers=(1,))
+    rows = (
+        (each.scene.lacks, f"{each.seconds:.0f}", f"{each.num_bytes / 1e6:,.0f}", f"`{each.sentence}`")
+        for each in endings
+    )
+    return markdown_table(("a machine without", "seconds", "MB", "says"), rows, numbers=(1, 2))
 
 
 def play(folder: Path, only: list[str]) -> Iterator[Ending]:
@@ -205,7 +237,8 @@ def play(folder: Path, only: list[str]) -> Iterator[Ending]:
     for scene in chosen:
         ending = _play(scene, images[scene.machine], builder)
         console.print(f"[bold]without {scene.lacks}[/]  {'as it should be' if ending.is_right else '[red]wrong[/]'}")
-        shown = f"{ending.sentence} ({ending.seconds:.0f} s)" if ending.is_right else ending.output
+        costs = f"{ending.seconds:.0f} s, {ending.num_bytes / 1e6:,.0f} MB"
+        shown = f"{ending.sentence} ({costs})" if ending.is_right else ending.output
         console.print(escape(shown), soft_wrap=True)
         yield ending
 
@@ -226,6 +259,8 @@ def _play(scene: Scene, image: str, builder: ImageBuilder) -> Ending:
     folders = []
     if scene.is_set_up:
         folders = [f"{place}:{place}" for place in (REPOSITORY, sys.base_prefix)] + [f"{_cache()}:/cache"]
+    elif scene.has_release:
+        build_release(root / "source")
     else:
         copy_tracked((".",), root / "source")
     if scene.has_network:
@@ -233,6 +268,7 @@ def _play(scene: Scene, image: str, builder: ImageBuilder) -> Ending:
     enter = _ENTER.format(script=shlex.quote(scene.script))
     namespaces = ["setpriv", "--pdeathsig=KILL", "unshare", "--mount", "--pid", "--fork", "--kill-child"]
     namespaces += [] if scene.has_network else ["--net"]
+    before = _bytes_below(root)
     start = time.monotonic()
     done = subprocess.run(
         [*namespaces, "sh", "-c", enter, "enter", str(root), *folders],
@@ -242,7 +278,14 @@ def _play(scene: Scene, image: str, builder: ImageBuilder) -> Ending:
         text=True,
         timeout=_TIMEOUT_S,
     )
-    return Ending(scene, done.returncode, done.stdout, time.monotonic() - start)
+    seconds = time.monotonic() - start
+    return Ending(scene, done.returncode, done.stdout, seconds, _bytes_below(root) - before)
+
+
+def _bytes_below(folder: Path) -> int:
+    """What the files of a folder take of the disk."""
+    done = subprocess.run(["du", "-s", "--block-size=1", folder], capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[0])
 
 
 def _cache() -> Path:

@@ -30,21 +30,21 @@ HINT = Scene("a compiler", "bare", "script", r"No compiler: .+ apt-get install g
 def test_an_end_is_right_by_its_status_its_sentence_and_its_time(
     scene: Scene, status: int, output: str, seconds: float, is_right: bool
 ) -> None:
-    assert Ending(scene, status, output, seconds).is_right is is_right
+    assert Ending(scene, status, output, seconds, 0).is_right is is_right
 
 
 def test_each_machine_is_played_and_each_lack_once() -> None:
     assert {scene.machine for scene in SCENES} == MACHINES.keys()
     assert len({scene.lacks for scene in SCENES}) == len(SCENES)
-    assert [scene.lacks for scene in SCENES if scene.has_network] == ["nothing"]
+    assert [scene.lacks for scene in SCENES if scene.has_network] == ["nothing", "a clone and a compiler"]
 
 
 def test_the_page_tells_the_end_of_each_scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text())
     endings = [
-        Ending(FAILURE, 1, "==> Creating\nneeds 9 MiB; free some\n", 1.6),
-        Ending(HINT, 0, "==> No compiler: slower; apt-get install g++ (it helps)\nan answer\n", 70),
+        Ending(FAILURE, 1, "==> Creating\nneeds 9 MiB; free some\n", 1.6, 4_000_000),
+        Ending(HINT, 0, "==> No compiler: slower; apt-get install g++ (it helps)\nan answer\n", 70, 3_123_400_000),
     ]
     monkeypatch.setattr(try_first_minutes, "PAGE", page)
     monkeypatch.setattr(try_first_minutes, "measured_source", lambda: "By a test.")
@@ -54,8 +54,8 @@ def test_the_page_tells_the_end_of_each_scene(tmp_path: Path, monkeypatch: pytes
         main(update_docs=True)
     assert ended.value.exit_code == 0
     assert [tuple(row.values()) for row in read_cells(page, TABLE)] == [
-        ("disk", "2", "`needs 9 MiB; free some`"),
-        ("a compiler", "70", "`No compiler: slower; apt-get install g++`"),
+        ("disk", "2", "4", "`needs 9 MiB; free some`"),
+        ("a compiler", "70", "3,123", "`No compiler: slower; apt-get install g++`"),
     ]
     assert read_table(page, TABLE).endswith("\n\nBy a test.\n")
     with pytest.raises(try_first_minutes.typer.BadParameter, match="leave --only out"):
