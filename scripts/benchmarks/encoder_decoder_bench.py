@@ -60,13 +60,13 @@ _CROSS_INPUTS = ("EncDecAttention.k", "EncDecAttention.v", "encoder_attn.k_proj"
 """Linears of the decoder that only read the source."""
 
 
-def encoder_decoder_rows(rounds: int, num_steps: int, **options: Any) -> list[Row]:
+def encoder_decoder_rows(rounds: int, num_steps: int, answer_tokens: int = ANSWER_TOKENS, **options: Any) -> list[Row]:
     """Answers and steps of each model."""
     rows = []
     for name, (model_class, config) in SHAPES.items():
         with tempfile.TemporaryDirectory(prefix="multilora-bench-") as directory:
             checkpoint = save_random_model(Path(directory), model_class, config)
-            rows += _rows_of_model(name, checkpoint, rounds, num_steps, **options)
+            rows += _rows_of_model(name, checkpoint, rounds, num_steps, answer_tokens, **options)
     return rows
 
 
@@ -78,15 +78,17 @@ def save_random_model(path: Path, model_class: type[PreTrainedModel], config: Pr
     return path
 
 
-def _rows_of_model(name: str, checkpoint: Path, rounds: int, num_steps: int, **options: Any) -> list[Row]:
+def _rows_of_model(
+    name: str, checkpoint: Path, rounds: int, num_steps: int, answer_tokens: int, **options: Any
+) -> list[Row]:
     bench, peft, limits = Bench(checkpoint, **options), PeftAnswers(checkpoint), RepeatedLimits()
     layout = bench.engine.info.adapter_layout
     for seed in range(NUM_ADAPTERS):
         bench.engine.put_adapter(seed, pack_adapter(*random_wire(layout, RANK, seed), layout))
-    contestants: dict[str, Callable[[list[list[int]]], object]] = {
-        "base": lambda sources: answer_all(bench, sources, [None] * NUM_SOURCES),
+    contestants: dict[str, Callable[[list[list[int]], int], object]] = {
+        "base": partial(answer_all, bench, [None] * NUM_SOURCES),
         "base by transformers": peft.base,
-        f"{NUM_ADAPTERS} different adapters": lambda sources: answer_all(bench, sources, range(NUM_ADAPTERS)),
+        f"{NUM_ADAPTERS} different adapters": partial(answer_all, bench, range(NUM_ADAPTERS)),
         "the same by PEFT, one after another": peft.in_turn,
         "the same by PEFT, in one batch": peft.mixed,
     }
@@ -96,13 +98,13 @@ def _rows_of_model(name: str, checkpoint: Path, rounds: int, num_steps: int, **o
         # No source is in a cache yet.
         sources = [bench.prompt(SOURCE_TOKENS) for _ in range(NUM_SOURCES)]
         for contestant, answers in contestants.items():
-            seconds[contestant].append(seconds_of(partial(answers, sources)))
+            seconds[contestant].append(seconds_of(partial(answers, sources, answer_tokens)))
         limits.measure()
         with bench.batch(NUM_SOURCES, 1, source_tokens=SOURCE_TOKENS):
             bench.step_seconds(WARM_UP_STEPS)
             steps += bench.step_seconds(num_steps)
     bench.close()
-    rates = {what: NUM_SOURCES * ANSWER_TOKENS / statistics.median(values) for what, values in seconds.items()}
+    rates = {what: NUM_SOURCES * answer_tokens / statistics.median(values) for what, values in seconds.items()}
     base, base_of_others, own, in_turn, mixed = rates.values()
     step, context = statistics.median(steps), 1 + WARM_UP_STEPS + num_steps // 2
     limit = step_limit(peft.model, [context] * NUM_SOURCES, SOURCE_TOKENS, limits.limits)
@@ -118,7 +120,7 @@ def _rows_of_model(name: str, checkpoint: Path, rounds: int, num_steps: int, **o
 
 
 def answer_all(
-    bench: Bench, sources: Sequence[list[int]], tasks: Sequence[int | None], num_tokens: int = ANSWER_TOKENS
+    bench: Bench, tasks: Sequence[int | None], sources: Sequence[list[int]], num_tokens: int
 ) -> list[list[int]]:
     """Greedy answers to sources that come at once, each with the adapter of its task."""
     model = bench.model
@@ -147,11 +149,11 @@ class PeftAnswers:
         for name in self._names[1:]:
             self._adapted.add_adapter(name, config)
 
-    def base(self, sources: list[list[int]], num_tokens: int = ANSWER_TOKENS) -> list[list[int]]:
+    def base(self, sources: list[list[int]], num_tokens: int) -> list[list[int]]:
         """The model's answers, in one batch."""
         return self._answers(self.model, sources, num_tokens)
 
-    def in_turn(self, sources: list[list[int]], num_tokens: int = ANSWER_TOKENS) -> list[list[int]]:
+    def in_turn(self, sources: list[list[int]], num_tokens: int) -> list[list[int]]:
         """Source i by adapter i, one source after another."""
         answers = []
         for name, source in zip(self._names, sources, strict=True):
@@ -159,18 +161,19 @@ class PeftAnswers:
             answers += self._answers(self._adapted, [source], num_tokens)
         return answers
 
-    def mixed(self, sources: list[list[int]], num_tokens: int = ANSWER_TOKENS) -> list[list[int]]:
+    def mixed(self, sources: list[list[int]], num_tokens: int) -> list[list[int]]:
         """The same in one batch, with padding."""
         return self._answers(self._adapted, sources, num_tokens, adapter_names=self._names)
 
     @torch.inference_mode()
     def _answers(self, model: Any, sources: list[list[int]], num_tokens: int, **arguments: Any) -> list[list[int]]:
         pad, longest = model.config.pad_token_id, max(map(len, sources))
+        # Every answer has all of its tokens.
+        model.generation_config.eos_token_id = None
         options = GenerationConfig(
             max_new_tokens=num_tokens,
             do_sample=False,
             pad_token_id=pad,
-            eos_token_id=None,
             decoder_start_token_id=model.config.decoder_start_token_id,
         )
         answers = model.generate(
@@ -179,6 +182,7 @@ class PeftAnswers:
             generation_config=options,
             **arguments,
         )
+        assert answers.shape == (len(sources), 1 + num_tokens)
         return answers[:, 1:].tolist()  # type: ignore[no-any-return]
 
 

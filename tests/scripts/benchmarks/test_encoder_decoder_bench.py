@@ -16,7 +16,15 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from benchmarks.encoder_decoder_bench import PeftAnswers, save_random_model, step_limit
+from benchmarks import encoder_decoder_bench
+from benchmarks.encoder_decoder_bench import (
+    PeftAnswers,
+    answer_all,
+    encoder_decoder_rows,
+    save_random_model,
+    step_limit,
+)
+from benchmarks.engine_bench import Bench
 from benchmarks.machine_limits import Limits
 
 T5 = T5Config.from_dict(
@@ -78,3 +86,23 @@ def test_the_limit_is_that_of_what_a_step_reads_or_of_its_flops(checkpoint: Path
     assert reads == torch.float32.itemsize * (weights + 2 * layers * width * num_keys)
     multiplies = step_limit(model, [3, 5], 4, Limits(bandwidth=math.inf, peak=1))
     assert multiplies == 2 * 2 * weights + 4 * layers * width * num_keys
+
+
+def test_the_engine_gives_the_answers_of_transformers(checkpoint: Path) -> None:
+    bench = Bench(checkpoint, num_threads=1, kv_cache_memory_bytes=8 << 20)
+    sources = [bench.prompt(length) for length in (20, 3, 20)]
+    answers = answer_all(bench, [None] * 3, sources, num_tokens=8)
+    bench.close()
+    assert answers == PeftAnswers(checkpoint, num_adapters=1, rank=1).base(sources, 8)
+
+
+def test_every_figure_of_a_model_is_positive_and_ratios_are_those_of_the_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_decoder_bench, "SHAPES", {"tiny": (T5ForConditionalGeneration, T5)})
+    results = encoder_decoder_rows(1, num_steps=1, answer_tokens=2, num_threads=1, kv_cache_memory_bytes=8 << 20)
+    rows = {row.what.removeprefix("tiny: "): row for row in results}
+    assert all(row.value > 0 for row in rows.values())
+    assert [row.goal for row in rows.values() if row.goal] == [">= 4", ">= 1.5", "<= 1.6"]
+    own = rows["16 different adapters"].value
+    for way in ("one after another", "in one batch"):
+        times = own / rows[f"the same by PEFT, {way}"].value
+        assert rows[f"adapters, times PEFT {way}"].value == pytest.approx(times)
