@@ -123,8 +123,8 @@ def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | No
     """
     if not weight.is_packed:
         return F.linear(x, weight.data.to(x.dtype), bias)
-    y: torch.Tensor = compiled_kernels().packed_linear(x, weight.data, weight.shape[0])
-    return y if bias is None else y.add_(bias)
+    y: torch.Tensor = compiled_kernels().packed_linear(x, weight.data, weight.shape[0], bias)
+    return y
 
 
 def packed_embedding(token_ids: torch.Tensor, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:

@@ -309,8 +309,8 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
         if has_gpu_operators(x.device):
             return gpu_operator("quantized_linear")(x, weight, bias)  # type: ignore[no-any-return]
         return F.linear(x, weight.rows(0, weight.shape[0]).to(x.dtype), bias)
-    y: torch.Tensor = compiled_kernels().packed_linear(x, weight.panels, weight.shape[0])
-    return y if bias is None else y.add_(bias)
+    y: torch.Tensor = compiled_kernels().packed_linear(x, weight.panels, weight.shape[0], bias)
+    return y
 
 
 def quantized_lora_linear(

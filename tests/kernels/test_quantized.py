@@ -411,9 +411,9 @@ def test_what_does_not_fit_the_panels_is_refused():
     panels, x = Codes.random((50, 33, 8)).weight().panels, random_rows(2, 33)
     multiply = compiled_kernels().packed_linear
     with pytest.raises(RuntimeError, match="x must be float32"):
-        multiply(random_rows(2, 32), panels, 50)
+        multiply(random_rows(2, 32), panels, 50, None)
     with pytest.raises(RuntimeError, match="do not hold 7"):
-        multiply(x, panels, 7)
+        multiply(x, panels, 7, None)
     for changed, message in (
         ({"codes": panels.codes.short()}, "codes are int32 words"),
         ({"codes": panels.codes.unsqueeze(-1).repeat(1, 1, 1, 1, 2)}, "codes must be contiguous"),
@@ -426,4 +426,4 @@ def test_what_does_not_fit_the_panels_is_refused():
         ({"digits": 4}, "this processor multiplies no int32 in groups of 8 with activations of 4 digits"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            multiply(x, panels._replace(**changed), 50)
+            multiply(x, panels._replace(**changed), 50, None)

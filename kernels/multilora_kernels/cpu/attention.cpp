@@ -381,6 +381,7 @@ void store_codes(const float* x, int64_t head_dim, T* row) {
 }
 
 // The heads of a step's tokens, float32: queries are turned into `q`, keys turned into the cache, values put there as they are.
+// Where nothing turns, queries stay where they are.
 struct Heads {
   const Tensor& qkv;  // [num_tokens, heads * head_dim]
   const Angles& angles;   // [num_tokens, 1, rotary_dim]
@@ -388,6 +389,7 @@ struct Heads {
 
   int64_t head_dim() const { return head_dim_of(keys); }
   int64_t rotary_dim() const { return angles.cos.size(-1); }
+  bool turns() const { return rotary_dim() > 0; }
 
   void check() const {
     const int64_t num_tokens = qkv.size(0);
@@ -410,9 +412,11 @@ struct Heads {
       const std::unique_ptr<float[]> turned(new float[kv_size]);
       for (int64_t token = begin; token < end; ++token) {
         const float *row = qkv.data<float>() + token * row_size, *k = row + q.size(1) * head_dim();
-        rotate(token, row, q.size(1), q.data<float>() + token * q.stride(0));
-        rotate(token, k, keys.size(1), turned.get());
-        store<T>(token, turned.get(), keys);
+        if (turns()) {
+          rotate(token, row, q.size(1), q.data<float>() + token * q.stride(0));
+          rotate(token, k, keys.size(1), turned.get());
+        }
+        store<T>(token, turns() ? turned.get() : k, keys);
         store<T>(token, k + kv_size, values);
       }
     });
@@ -489,7 +493,10 @@ Tensor rotary_attention(const Tensor& qkv, const Angles& angles, const Tensor& k
                       values.stride(2) == 1 && num_heads > 0 && qkv.size(1) % head_dim == 0,
                   "qkv ", qkv.sizes(), ", keys ", keys.sizes(), " and values ", values.sizes(), " do not belong together");
   const Tensor heads = as_float32(qkv), cos = as_float32(angles.cos), sin = as_float32(angles.sin);
-  const Tensor q = Tensor::empty({qkv.size(0), num_heads, head_dim}, DType::float32);
+  const int64_t sizes[] = {qkv.size(0), num_heads, head_dim}, strides[] = {qkv.size(1), head_dim, 1};
+  const bool turns = cos.size(-1) > 0;
+  const Tensor q = turns ? Tensor::empty(Integers(sizes, 3), DType::float32)
+                         : Tensor(heads.data(), DType::float32, 3, sizes, strides);
   place({heads, {cos, sin, angles.is_interleaved}, q, keys, values, slots});
   const Tensor out = paged_attention(q, keys, values, sequences, options);
   return from_float32(out, qkv.dtype());

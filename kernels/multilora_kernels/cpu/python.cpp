@@ -117,12 +117,12 @@ PyObject* lora_linear(PyObject* const* arguments) {
       without_gil([&] { return lora_linear(x, panels, first_slice, all_of(slice_sizes), tables, segments, bias); }));
 }
 
-// x, panels, out_features
+// x, panels, out_features, bias
 PyObject* packed_linear(PyObject* const* arguments) {
-  const Tensor x = tensor_of(arguments[0]);
+  const Tensor x = tensor_of(arguments[0]), bias = optional_tensor_of(arguments[3]);
   const Panels panels = panels_of(arguments[1]);
   const int64_t out_features = integer_of(arguments[2]);
-  return to_python(without_gil([&] { return packed_linear(x, panels, out_features, Tensor()); }));
+  return to_python(without_gil([&] { return packed_linear(x, panels, out_features, bias); }));
 }
 
 // token_ids, panels, num_embeddings
@@ -381,7 +381,7 @@ PyMethodDef methods[] = {
     plain<lora_expand, 6>("lora_expand", "(v, y, tables, first_slice, slice_sizes, segments) -> None"),
     plain<lora_apply, 6>("lora_apply", "(x, y, tables, first_slice, slice_sizes, segments) -> None"),
     plain<lora_linear, 7>("lora_linear", "(x, panels, tables, first_slice, slice_sizes, segments, bias) -> y"),
-    plain<packed_linear, 3>("packed_linear", "(x, panels, out_features) -> the product"),
+    plain<packed_linear, 4>("packed_linear", "(x, panels, out_features, bias) -> y"),
     plain<packed_embedding, 3>("packed_embedding", "(token_ids, panels, num_embeddings) -> the rows"),
     plain<route, 3>("route", "(logits, top_k, is_normalised) -> (expert_ids, weights)"),
     plain<expert_mlp, 12>("expert_mlp",
