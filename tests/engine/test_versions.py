@@ -149,6 +149,23 @@ def test_the_adapter_at_a_path_replaces_nothing_unless_it_is_the_version_demande
     assert final.lora_digest == digests["parrot"]
 
 
+def test_a_new_version_at_the_path_that_was_read_answers_who_demands_it(
+    engine: Engine, oracle: tuple[Oracle, Path], digests: dict[str, str]
+) -> None:
+    folder = oracle[0].adapters["pirate"].parent / "moving"
+    try:
+        for name in digests:
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(oracle[0].adapters[name], folder)
+            asked = request(lora_task_id=7, lora_path=str(folder), digest=digests[name])
+            final = ask(engine, asked).final
+            assert final is not None
+            assert (final.error_message, final.lora_digest) == (None, digests[name])
+        assert refusal(engine, replace(asked, lora_expected_digest=NOWHERE)).startswith("NOT_FOUND LoRA task 7")
+    finally:
+        shutil.rmtree(folder)
+
+
 def test_who_waits_for_one_fetch_may_demand_different_versions(engine: Engine, digests: dict[str, str]) -> None:
     demands = {"any": "", "right": digests["pirate"], "wrong": NOWHERE, "wrong, too": digests["parrot"]}
     answers = {name: Answer() for name in demands}

@@ -394,16 +394,18 @@ class Admission:
     def _pin_or_fetch(self, request: GenerationRequest) -> CachedAdapter | Fetch | None:
         """The adapter of a request, pinned or on its way; None is the base model.
 
-        Of a request with a path, an adapter that did not come from there is read again and compared.
+        Of a request with a path, an adapter that did not come from there, or has not the digest that the request
+        demands, is read again and compared.
         """
         if (task_id := request.task_id) is None or request.lora_task_id is None:
             return None
-        expectation = Expectation(answering=request.lora_expected_digest)
+        demanded = request.lora_expected_digest
+        expectation = Expectation(answering=demanded)
         if request.lora_set:
             fetch = self._sets.fetch(task_id, request.lora_set, replaces=True, expectation=expectation)
             return fetch or self._pin(request)
         key = AdapterKey(request.lora_task_id, request.lora_name)
-        if request.lora_path and not self._remote.has_from(task_id, request.lora_path):
+        if request.lora_path and not self._remote.has_from(task_id, request.lora_path, demanded):
             assert not request.adapter_tenant, "sources have the server's adapters only"
             return self._remote.fetch(key, path=request.lora_path, expectation=expectation)
         try:

@@ -173,10 +173,14 @@ class RemoteAdapters:
         fetch.add(expectation)
         return fetch
 
-    def has_from(self, lora_task_id: TaskId, path: str) -> bool:
-        """Whether the current version of an adapter, in any tier, is the one that was last read at this path."""
+    def has_from(self, lora_task_id: TaskId, path: str, demanded: str = "") -> bool:
+        """Whether the current version of an adapter, in any tier, is the one that was last read at this path.
+
+        demanded: the digest that the version must have: another version may be at the path now. Empty: any.
+        """
         known_path, digest = self._read_at.get(lora_task_id, ("", ""))
-        return known_path == path and self._loras.inventory.digest(lora_task_id) == digest
+        is_current = known_path == path and self._loras.inventory.digest(lora_task_id) == digest
+        return is_current and demanded in ("", digest)
 
     def build(
         self,
