@@ -283,7 +283,6 @@ class World:
         answers = [oracle.generate(name, PROMPT, **options)[0, len(PROMPT) :].tolist() for name in oracle.adapters]
         self.answers = dict(zip(self.digests, answers, strict=True))
         assert len({tuple(answer) for answer in answers}) == NUM_VERSIONS, "answers do not tell versions apart"
-        self._running = ExitStack()
         self.start()
 
     def start(self) -> None:
@@ -301,14 +300,16 @@ class World:
             kv_cache_memory_bytes=1 << 20,
             lora=LoRAConfig.model_validate(lora),
         )
-        self.engine = self._running.enter_context(closing(Engine(config)))
-        socket = self._directory / "engine.sock"
-        self._running.enter_context(served(self.engine, socket))
-        self.client = self._running.enter_context(closing(EngineClient(socket)))
-        self.client.wait_until_ready(TIMEOUT_S)
+        with ExitStack() as running:  # A start that fails leaves no thread, for which pytest would wait.
+            self.engine = running.enter_context(closing(Engine(config)))
+            socket = self._directory / "engine.sock"
+            running.enter_context(served(self.engine, socket))
+            self.client = running.enter_context(closing(EngineClient(socket)))
+            self.client.wait_until_ready(TIMEOUT_S)
+            self._running = running.pop_all()
 
     def end(self) -> None:
-        self._running.pop_all().close()
+        self._running.close()
 
     def ask(
         self, name: str, digest: str = "", sent: int | None = None, session: str = ""
@@ -532,16 +533,17 @@ class VersionsMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("on_conflict", ["replace", "refuse"])
 @pytest.mark.parametrize(
-    "max_examples", [2, pytest.param(60, marks=pytest.mark.long(reason="60 histories of 25 steps, with restarts"))]
+    ("max_examples", "num_steps"),
+    [(2, 7), pytest.param(60, 25, marks=pytest.mark.long(reason="60 histories of 25 steps, with restarts"))],
 )
 def test_no_answer_is_by_a_version_that_its_request_did_not_allow(
-    on_conflict: str, max_examples: int, default_model_dir: Path, tmp_path: Path
+    on_conflict: str, max_examples: int, num_steps: int, default_model_dir: Path, tmp_path: Path
 ) -> None:
     world = World(tmp_path, default_model_dir, on_conflict)
     try:
         run_state_machine_as_test(
             lambda: VersionsMachine(world),
-            settings=settings(max_examples=max_examples, stateful_step_count=25, deadline=None),
+            settings=settings(max_examples=max_examples, stateful_step_count=num_steps, deadline=None),
         )
     finally:
         world.end()
