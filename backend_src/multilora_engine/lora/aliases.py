@@ -184,7 +184,10 @@ def _listed(alias: Alias) -> str:
 
 
 def _read(disk: DiskTier) -> dict[TaskId, Alias]:
-    """The stored aliases. A file that cannot be read is named in the log; requests by its aliases find nothing."""
+    """The stored aliases. A file that cannot be read is named in the log; requests by its aliases find nothing.
+
+    An alias that has the name of a stored adapter was removed before the adapter came, and the disk was full.
+    """
     try:
         content = disk.read_beside(_FILE)
         stored = msgspec.json.decode(content, type=_Stored) if content else _Stored([])
@@ -192,7 +195,11 @@ def _read(disk: DiskTier) -> dict[TaskId, Alias]:
             raise ValueError(f"its format is {stored.format}")
         for alias in stored.aliases:
             _check_members(alias)
-        return {task_id_of_alias(alias): alias for alias in stored.aliases}
+        aliases = {task_id_of_alias(alias): alias for alias in stored.aliases}
     except (OSError, ValueError, InvalidRequest, msgspec.MsgspecError) as error:
         _logger.error("the aliases of %s in lora_cache_dir are not used: %s", _FILE, error)
         return {}
+    for task_id in [task_id for task_id in aliases if disk.find(task_id) is not None]:
+        name = aliases.pop(task_id).name
+        _logger.error("the alias %r of %s in lora_cache_dir is not used: an adapter has its name", name, _FILE)
+    return aliases

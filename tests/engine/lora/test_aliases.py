@@ -227,6 +227,29 @@ def test_a_full_disk_is_told_without_its_path(disk: DiskTier, tmp_path: Path) ->
     assert aliases.describe() == [alias(v7=1)], "it holds until the restart"
 
 
+def test_an_alias_whose_removal_was_not_stored_does_not_answer_for_the_adapter_that_has_its_name_since(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start() -> LoRAManager:
+        host = HostTier(32, TINY.page_bytes)
+        disk = DiskTier(tmp_path, 1 << 22, TINY)
+        return LoRAManager(host, DeviceTier(TINY, host.pool, host.pool, 3), "replace", disk=disk)
+
+    loras = start()
+    loras.aliases.set(alias("talk", v8=1)).result(60)
+    loras.aliases.set(alias("chat", v7=1)).result(60)
+    (tmp_path / ".aliases.json.part").mkdir()
+    with pytest.raises(OSError, match=r"\.aliases\.json\.part"):
+        loras.aliases.remove("chat", "")[1].result(60)
+    loras.put(task_id_of("chat"), CONTENTS[0], "chat")
+    loras.close()
+    loras = start()
+    assert loras.aliases.describe() == [alias("talk", v8=1)]
+    assert "the alias 'chat' of aliases.json in lora_cache_dir is not used" in caplog.text
+    assert loras.pin(task_id_of("chat")).digest == CONTENTS[0].digest
+    loras.close()
+
+
 def packed(content: int) -> PackedAdapter:
     wire = wire_adapter(TINY, [(1, 0, 4)], seed=content)
     return pack_adapter(wire.weights, wire.config, TINY)
