@@ -46,7 +46,7 @@ READ_LATER = {
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "embedding_bias", "min_tokens"),
     *("end_id", "stop_words", "stop_token_sequences", "include_stop_str_in_output", "return_prompt_log_probs"),
     *("top_p_decay", "top_p_min", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("bad_token_sequences", "return_log_probs", "return_generation_logits", "forced_first_id"),
+    *("bad_token_sequences", "return_log_probs", "return_generation_logits", "forced_first_id", "end_ids"),
 }
 READ_AT_ONCE: dict[str, Any] = {"guide": Guide("json"), "return_context_logits": True, "beam_width": 2}
 MEAN_NOTHING_ALONE = {

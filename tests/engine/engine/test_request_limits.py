@@ -29,7 +29,7 @@ INTS = [0, 1, 2, 7, 2000, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1, 
 NUMERIC = {
     name: float if float in types else int
     for name, hint in typing.get_type_hints(SamplingParams).items()
-    if (types := {hint, *typing.get_args(hint)}) & {int, float}
+    if typing.get_origin(hint) is not tuple and (types := {hint, *typing.get_args(hint)}) & {int, float}
 }
 OF_REQUEST: dict[str, type] = {"priority": int, "timeout_s": float, "num_tokens_ahead": int}
 
@@ -103,7 +103,7 @@ def test_every_numeric_option_is_tried() -> None:
     assert {"temperature", "top_k", "seed", "length_penalty", "max_tokens", "end_id"} <= NUMERIC.keys()
     others = {name for name in SamplingParams.__struct_fields__ if name not in NUMERIC}
     assert others == {
-        *("embedding_bias", "bad_token_sequences", "stop_words", "stop_token_sequences", "guide"),
+        *("end_ids", "embedding_bias", "bad_token_sequences", "stop_words", "stop_token_sequences", "guide"),
         *("guide_after_thinking", "include_stop_str_in_output", "return_log_probs", "return_context_logits"),
         *("return_generation_logits", "return_prompt_log_probs"),
     }
