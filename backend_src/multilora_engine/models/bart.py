@@ -118,6 +118,9 @@ def read(path: Path, raw: Mapping[str, Any], fields: Mapping[str, Any], architec
             raise ConfigError(
                 f"config.json: d_model {d_model} is not a multiple of {stack}_attention_heads {num_heads}"
             )
+    old_name = raw["model_type"] == "bart" and raw.get("force_bos_token_to_be_generated")
+    if old_name and raw.get("forced_bos_token_id") is None:
+        raw = {**raw, "forced_bos_token_id": fields["bos_token_id"]}  # as transformers reads BART's config.json alone
     return encoder_decoder_config(
         path,
         raw,

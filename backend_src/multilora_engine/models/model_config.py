@@ -266,11 +266,15 @@ def read_size(fields: Mapping[str, Any], name: str) -> int:
 
 
 def _source_facts(path: Path, raw: Mapping[str, Any], fields: Mapping[str, Any], max_tokens: int | None) -> SourceFacts:
-    """The tokens that begin an answer: generation_config.json's, else config.json's, else those of the model type."""
-    generation = path / "generation_config.json"
-    sources = [read_json(generation) if generation.is_file() else {}, raw, fields]
+    """The tokens that begin an answer: generation_config.json's where that file is, as in transformers' `generate`.
 
-    def token(name: str) -> int | None:
+    Without the file they are config.json's, else those of the model type.
+    """
+    generation = path / "generation_config.json"
+    of_model: list[Mapping[str, Any]] = [raw, fields]
+    told: list[Mapping[str, Any]] = [read_json(generation)] if generation.is_file() else of_model
+
+    def token(name: str, sources: list[Mapping[str, Any]]) -> int | None:
         value = next((value for source in sources if (value := source.get(name)) is not None), None)
         if value is not None and (type(value) is not int or not 0 <= value < fields["vocab_size"]):
             raise ConfigError(
@@ -278,13 +282,15 @@ def _source_facts(path: Path, raw: Mapping[str, Any], fields: Mapping[str, Any],
             )
         return value
 
-    start = token("decoder_start_token_id")
+    start = token("decoder_start_token_id", told)
     if start is None:
-        start = token("bos_token_id")  # as transformers' generate
+        start = token("bos_token_id", told)
+    if start is None:
+        start = token("decoder_start_token_id", of_model)  # transformers' generate fails
     if start is None:
         raise ConfigError(f"{path}: decoder_start_token_id is missing from config.json: nothing begins an answer")
-    pad = token("pad_token_id")
-    return SourceFacts(max_tokens, start, token("forced_bos_token_id"), start if pad is None else pad)
+    pad = token("pad_token_id", [*told, *of_model])
+    return SourceFacts(max_tokens, start, token("forced_bos_token_id", told), start if pad is None else pad)
 
 
 def read_json(path: Path) -> dict[str, Any]:

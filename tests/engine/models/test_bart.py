@@ -85,6 +85,17 @@ def test_a_model_type_without_a_beginning_begins_as_a_text(tmp_path: Path) -> No
     assert (source.decoder_start_token_id, source.forced_first_token_id) == (5, 8)
 
 
+@pytest.mark.parametrize(("name", "expected"), [("bart", 5), ("mbart", None)])
+def test_barts_old_name_of_a_forced_first_token_counts(name: str, expected: int | None, tmp_path: Path) -> None:
+    make_model(name).save_pretrained(tmp_path)
+    change_json(tmp_path / "config.json", {"force_bos_token_to_be_generated": True, "bos_token_id": 5})
+    for file in ("generation_config.json", "none"):  # transformers reads the name where the file is missing
+        source = read_model_config(tmp_path).source
+        assert source is not None
+        assert source.forced_first_token_id == (None if file == "generation_config.json" else expected)
+        (tmp_path / "generation_config.json").unlink(missing_ok=True)
+
+
 @pytest.mark.parametrize("name", ["bart", "mbart"])
 def test_a_checkpoint_may_lack_the_bias_of_logits(name: str, tmp_path: Path) -> None:
     make_model(name).save_pretrained(tmp_path)

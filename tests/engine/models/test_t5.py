@@ -94,6 +94,21 @@ def test_the_beginning_of_answers_is_that_of_generation_config_json_first(tmp_pa
     assert (source.decoder_start_token_id, source.forced_first_token_id, source.pad_token_id) == (7, 9, 3)
 
 
+def test_config_json_begins_no_answer_where_generation_config_json_is_silent(tmp_path: Path) -> None:
+    """As in transformers, whose `generate` reads the one file or the other."""
+    make_model("t5").save_pretrained(tmp_path)
+    change_json(tmp_path / "config.json", {"forced_bos_token_id": 5, "decoder_start_token_id": 6})
+    for changes, expected in (
+        ({"decoder_start_token_id": 7}, (7, None)),
+        ({"decoder_start_token_id": None, "bos_token_id": 8}, (8, None)),
+        ({"decoder_start_token_id": None, "bos_token_id": None}, (6, None)),
+    ):
+        change_json(tmp_path / "generation_config.json", changes)
+        source = read_model_config(tmp_path).source
+        assert source is not None
+        assert (source.decoder_start_token_id, source.forced_first_token_id) == expected
+
+
 @pytest.mark.parametrize("name", ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"])
 def test_embeddings_may_be_stored_again_when_equal_or_under_that_name_alone(name: str, tmp_path: Path) -> None:
     model = make_model("t5")
