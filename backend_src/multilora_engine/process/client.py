@@ -354,8 +354,12 @@ class EngineClient:
         if self._info is None:
             reason = self._refusal or "the engine is starting; try again"
             self._deliver([error_output(request_ids[0], EngineUnavailable(reason))])
-        else:
+            return
+        try:
             self._connection.send(message, payload)
+        except Exception as error:
+            logger.exception("request %s cannot be sent", request_ids[0])
+            self._deliver([error_output(request_ids[0], InternalError(f"{type(error).__name__}: {error}"))])
 
     def _give_prompt(self, request: GenerationRequest) -> None:
         if self._info is not None and request.request_id in self._calls:

@@ -202,10 +202,12 @@ _decoder: msgspec.json.Decoder[Operation] = msgspec.json.Decoder(Operation)
 def parse_operation(text: str) -> Operation:
     """The operation of a JSON text. Raises InvalidRequest, naming the mistake in it."""
     try:
-        return _decoder.decode(text)
-    except (msgspec.MsgspecError, RecursionError) as error:
+        operation = _decoder.decode(text)
+        msgspec.msgpack.encode(operation)  # Refuses numbers that no message to the engine can have.
+    except (msgspec.MsgspecError, RecursionError, OverflowError) as error:
         advice = f"; expected {' or '.join(get_args(_Action))}" if "`$.action`" in str(error) else ""
         raise InvalidRequest(f"not an operation on adapters or weights: {error}{advice}") from None
+    return operation
 
 
 class AdapterList(msgspec.Struct, frozen=True, omit_defaults=True):

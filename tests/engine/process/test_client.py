@@ -21,6 +21,7 @@ from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.process import client as client_module
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.messages import PROTOCOL_VERSION
+from multilora_engine.process.operations import ReadEvents
 from multilora_engine.request import GenerationRequest, Sender, TokenOutput
 
 ACME = Sender(tenant="acme", name="acme", key_id="0123")
@@ -43,6 +44,14 @@ def wait_for(engine: FakeEngine, condition: Callable[[], bool]) -> None:
 
 def test_the_engine_describes_itself_to_a_front(client: EngineClient) -> None:
     assert client.wait_until_ready(TIMEOUT_S) == INFO
+
+
+def test_a_message_that_cannot_be_sent_is_answered_and_the_next_one_too(client: EngineClient) -> None:
+    listener, after = RecordingListener(), RecordingListener()
+    client.operate(listener, "o", ReadEvents(10**30))
+    client.generate(after, [generation_request("r", [5])])
+    assert listener.wait()[-1].error_code == "INTERNAL"
+    assert after.wait()[-1].error_code is None
 
 
 def test_outputs_arrive_in_order_and_on_one_thread(client: EngineClient) -> None:

@@ -43,6 +43,12 @@ def test_the_key_operation_tells_what_is_meant() -> None:
     ("text", "reason"),
     [
         ("list", "malformed"),
+        (f'{{"operation": "events", "since": {10**30}}}', "can't serialize ints < "),
+        (f'{{"operation": "events", "since": {-(10**30)}}}', "can't serialize ints < "),
+        (
+            f'{{"operation": "alias", "name": "x", "members": [{{"name": "y", "weight": {10**30}}}]}}',
+            "can't serialize ints < ",
+        ),
         ("[]", "Expected `object`, got `array`"),
         ('{"x": ' + "[" * 100_000, "recursion depth"),
         ('{"lora_task_id": 7}', "missing required field `operation`"),
