@@ -46,6 +46,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
     version: the version of the server's engine. model_implementation: who computes the layers: the engine itself
         (`native`), or modules of `transformers`.
+    has_encoder: whether an encoder reads the prompts, which answers do not continue then.
     """
 
     model: str
@@ -53,6 +54,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     version: str
     model_implementation: str = "native"
+    has_encoder: bool = False
 
 
 @dataclass(frozen=True)

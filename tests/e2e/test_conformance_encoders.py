@@ -298,6 +298,12 @@ def test_openais_protocol_completes_and_has_no_chats(served: Served) -> None:
             front.chat.completions.create(model="base", messages=[{"role": "user", "content": "x"}])
         with pytest.raises(openai.BadRequestError, match="the model has an encoder, and no chats"):
             front.responses.create(model="base", input="x")
+        with pytest.raises(openai.BadRequestError, match="echo: the model has an encoder") as refused:
+            front.completions.create(model="base", prompt=TEXTS[0], echo=True)
+        assert refused.value.param == "echo"
+        with pytest.raises(openai.BadRequestError, match="max_num_encoder_tokens is 256") as refused:
+            front.completions.create(model="base", prompt=[3] * 300)
+        assert refused.value.code == "context_length_exceeded"
 
 
 def test_the_example_of_a_translation_has_the_answers_of_two_adapters(served: Served) -> None:

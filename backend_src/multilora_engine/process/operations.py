@@ -272,7 +272,7 @@ class LayoutReport(msgspec.Struct, frozen=True):
 class ModelReport(msgspec.Struct, frozen=True):
     """The answer to `describe`. model: the name of its checkpoint's directory. version: of the engine.
 
-    model_implementation: as of `EngineInfo`.
+    model_implementation: as of `EngineInfo`. has_encoder: whether an encoder reads the prompts.
     """
 
     model: str
@@ -280,11 +280,13 @@ class ModelReport(msgspec.Struct, frozen=True):
     vocab_size: int
     version: str
     model_implementation: str
+    has_encoder: bool
 
     @classmethod
     def of(cls, info: EngineInfo) -> ModelReport:
         name = Path(info.model_path).name
-        return cls(name, info.max_model_len, info.vocab_size, info.version, info.model_implementation)
+        implementation, has_encoder = info.model_implementation, info.source is not None
+        return cls(name, info.max_model_len, info.vocab_size, info.version, implementation, has_encoder)
 
 
 class WeightList(msgspec.Struct, frozen=True):

@@ -32,6 +32,7 @@ _INVALID = "invalid_value"
 _CONTEXT_LENGTH = "context_length_exceeded"
 _MAX_QUOTED = 60
 _TOO_MANY_TOKENS = re.compile(r"the prompt has (\d+) tokens and max_model_len is (\d+)")
+_TOO_LONG_SOURCE = re.compile(r"the source has \d+ tokens and ")
 _TOO_MANY_BYTES = re.compile(r"; a prompt may have \d+")
 
 _PROTOCOL_NAMES: Mapping[str, str] = {
@@ -74,7 +75,7 @@ def failure_of(error: MultiloraClientError) -> Failure:
     message = str(error)
     if lengths := _TOO_MANY_TOKENS.search(message):
         return Failure(400, _context_length_message(*lengths.groups()), _CONTEXT_LENGTH)
-    if _TOO_MANY_BYTES.search(message):
+    if _TOO_MANY_BYTES.search(message) or _TOO_LONG_SOURCE.search(message):
         return Failure(400, message, _CONTEXT_LENGTH)
     if isinstance(error, AdapterNotFound):
         return Failure(404, message, "model_not_found", "model")

@@ -162,6 +162,7 @@ def test_the_model_is_described(link: EngineLink) -> None:
         "vocab_size": INFO.vocab_size,
         "version": INFO.version,
         "model_implementation": "native",
+        "has_encoder": False,
     }
 
 

@@ -58,6 +58,10 @@ async def complete_chat(body: ChatRequest, request: Request, caller: Caller, fro
 @router.post("/v1/completions", response_model=None)
 async def complete(body: CompletionRequest, request: Request, caller: Caller, front: TheFront) -> Response:
     inquiry = _inquiry(_model(body, caller, front), request, caller, front)
+    if body.echo and (await front.describe_model(caller)).has_encoder:
+        raise Failure(
+            400, "echo: the model has an encoder, and no answer continues the prompt", "unsupported_value", "echo"
+        )
     return await _answer(body, body.questions(), inquiry, CompletionReply(body, inquiry.request_id), request, front)
 
 
