@@ -27,7 +27,7 @@ from multilora_engine.lora.host_tier import PlannedAdapter
 from multilora_engine.lora.life_cycle import OnEvent, TierStats, adapter_event
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId, number_of, scoped_task_id, tenant_of
-from multilora_engine.lora.sources.source import AdapterKey
+from multilora_engine.lora.sources.source import AdapterKey, FolderChange
 from multilora_engine.lora.versions import ANY_VERSION, Expectation
 from multilora_wire.adapter_info import AdapterInfo, Status
 
@@ -60,6 +60,7 @@ class Fetch:
     tenant: the owner of the set, empty for none. Sources have adapters that belong to no tenant.
     replaces_set: as of `LoRAManager.put`.
     on_end: called when the fetch has ended without its set, or is dropped.
+    is_refresh: the adapter is cached already, and its folder has changed.
     num_waiting: the requests and operators that wait for it. expectations: of all who have waited for it.
     present, found: once the adapter has come, the digest that its task id had until then, and the adapter's own.
     is_done: it has ended; then `error` tells why there is no adapter, if there is none.
@@ -73,6 +74,7 @@ class Fetch:
     tenant: str = ""
     replaces_set: bool = False
     on_end: Callable[[], None] = _nothing
+    is_refresh: bool = False
     num_waiting: int = 0
     expectations: set[Expectation] = field(default_factory=set)
     present: str = ""
@@ -123,6 +125,8 @@ class RemoteAdapters:
     However many ask for an adapter, it is fetched once. When nobody waits for it any more, a fetch that has not begun
     is dropped; one that has is finished, since the client that gave up may ask again.
 
+    A cached adapter whose watched folder has changed is fetched again, and put as one that a client sends.
+
     load_seconds: from the first to ask for an adapter until it was there.
     """
 
@@ -140,11 +144,14 @@ class RemoteAdapters:
         self.load_seconds = Histogram()
         self._num_misses = 0
         self._num_failures = 0
+        # Written by the thread that watches.
+        self._changes: queue.SimpleQueue[FolderChange] = queue.SimpleQueue()
+        self.is_watching = fetcher is not None and fetcher.watch(self._changes.put)
 
     @property
     def is_busy(self) -> bool:
-        """Whether `poll` may have something to take up, now or later."""
-        return bool(self._fetches)
+        """Whether `poll` may have something to take up, now or later. A watched folder changes that at any time."""
+        return bool(self._fetches) or not self._changes.empty()
 
     @property
     def stats(self) -> TierStats:
@@ -225,6 +232,8 @@ class RemoteAdapters:
 
         A caller that wants to use one has to pin it before asking for the next. Does not wait.
         """
+        for _ in range(self._changes.qsize()):
+            self._note_change(self._changes.get_nowait())
         for _ in range(self._to_take_up.qsize()):
             fetch = self._to_take_up.get_nowait()
             is_under_way = self._fetches.get(fetch.asked) is fetch
@@ -264,7 +273,28 @@ class RemoteAdapters:
 
     def _is_superfluous(self, fetch: Fetch) -> bool:
         """Whether a client has uploaded the adapter meanwhile. The adapter at a path may be another version of it."""
-        return not (fetch.path or fetch.set_digest) and self._loras.inventory.is_known(fetch.task_id)
+        return not (fetch.path or fetch.set_digest or fetch.is_refresh) and self._loras.inventory.is_known(
+            fetch.task_id
+        )
+
+    def _note_change(self, change: FolderChange) -> None:
+        """Fetch a cached adapter again, by its name as ever: the folder may be one that another source's hides."""
+        assert self._fetcher is not None
+        task_id = change.key.lora_task_id
+        present = self._loras.inventory.digest(task_id)
+        if change.reason:
+            self._note_failure(change.key, change.reason)
+        elif (task_id, "") in self._fetches:
+            self._changes.put(change)  # That fetch may have read the version before.
+        elif present:
+            fetch = self._begin(Fetch(change.key, "", self._fetcher.fetch(change.key), is_refresh=True))
+            # An adapter that a client has sent or unloaded meanwhile is newer than the change.
+            fetch.add(Expectation(replaced=present))
+
+    def _note_failure(self, key: AdapterKey, reason: object) -> None:
+        self._num_failures += 1
+        _logger.warning("adapter %s could not be fetched: %s", key, reason)
+        self._on_event(adapter_event("fetch_failed", key.lora_task_id, digest=""))
 
     def _begin(self, fetch: Fetch) -> Fetch:
         self._fetches[fetch.asked] = fetch
@@ -286,13 +316,11 @@ class RemoteAdapters:
             error = InternalError(f"{type(error).__name__}: {one_line(str(error), 200)}")
         if fetch.set_digest:
             return error
-        if isinstance(error, _MISSES):
+        if isinstance(error, _MISSES) and not (fetch.is_refresh and isinstance(error, AdapterConflict)):
             # Told to the client, and neither to the log nor to the events.
             self._num_misses += 1
             return error
-        self._num_failures += 1
-        _logger.warning("adapter %s could not be fetched: %s", fetch.key, error)
-        self._on_event(adapter_event("fetch_failed", fetch.key.lora_task_id, digest=""))
+        self._note_failure(fetch.key, error)
         return error
 
     def _put(self, fetch: Fetch) -> RequestError | None:

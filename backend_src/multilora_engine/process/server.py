@@ -152,6 +152,9 @@ waits for one of them."""
 _WAIT_POLL_MS = 5
 """How often an idle engine looks whether answers that wait for a file or a source are ready."""
 
+_WATCH_POLL_MS = 1000
+"""How often an idle engine looks whether a watched folder has changed."""
+
 _MAX_FAILED_STEPS = 2
 """After this many failed steps in a row the process ends. The device has failed for good; a new process may help."""
 
@@ -227,7 +230,8 @@ class EngineServer:
             return 0
         if self._awaited or self._fronts.has_unsent:
             return _WAIT_POLL_MS
-        return None if self._heartbeat.interval_s is None else round(self._heartbeat.interval_s * 1e3)
+        beat_ms = None if self._heartbeat.interval_s is None else round(self._heartbeat.interval_s * 1e3)
+        return min(beat_ms or _WATCH_POLL_MS, _WATCH_POLL_MS) if self._engine.remote.is_watching else beat_ms
 
     def _receive(self) -> None:
         started = time.monotonic()

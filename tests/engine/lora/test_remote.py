@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.adapters import TINY, wire_adapter
 from support.engines import Answer, assert_idle, run_all
+from support.fronts import TIMEOUT_S
 from support.oracle import ATTENTION, MLP, Oracle, tiny_llama_oracle
 from support.sources import ROWS, GatedSource, key
 
@@ -23,6 +26,7 @@ from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import (
     AdapterConflict,
     AdapterNotFound,
+    AdapterVersionNotFound,
     AliasConflict,
     InvalidRequest,
     PathNotCovered,
@@ -38,8 +42,10 @@ from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters
+from multilora_engine.lora.sources import fetcher as fetcher_module
 from multilora_engine.lora.sources.fetcher import FetchedAdapter
-from multilora_engine.lora.sources.source import AdapterKey
+from multilora_engine.lora.sources.source import AdapterKey, FolderChange
+from multilora_engine.lora.versions import Expectation
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_wire.adapter_event import AdapterEvent
@@ -65,6 +71,10 @@ class HeldFetcher:
         future = self.fetches[-1][2]
         assert future.set_running_or_notify_cancel()
         return future
+
+    def watch(self, on_change: Callable[[FolderChange], None]) -> bool:
+        self.tell_change = on_change
+        return True
 
     def close(self) -> None:
         """Nothing to end."""
@@ -126,6 +136,109 @@ def test_an_adapter_whose_folder_has_an_alias_s_name_is_refused_as_a_client_s_mi
     assert there.error.code == "ALREADY_EXISTS"
     assert world.remote.stats.failures == 0
     assert world.loras.inventory.describe() == []
+
+
+def kinds_of_events(world: World) -> list[str]:
+    return [event.kind for event in world.events.since(0).events]
+
+
+@pytest.mark.parametrize("on_conflict", ["refuse", "replace"])
+def test_a_changed_folder_of_a_cached_adapter_follows_lora_on_conflict(
+    on_conflict: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(on_conflict=on_conflict)
+    world.loras.put(task_id_of("x"), packed(1), "x")
+    in_flight = world.loras.pin(task_id_of("x"))
+    assert not world.remote.is_busy
+    world.fetcher.tell_change(FolderChange(key("x")))
+    assert world.remote.is_busy
+    assert list(world.remote.poll()) == []
+    world.fetcher.begin().set_result(FetchedAdapter(packed(2), "x"))
+    (fetch,) = world.remote.poll()
+    assert in_flight.digest == packed(1).digest
+    is_refused = on_conflict == "refuse"
+    assert isinstance(fetch.error, AdapterConflict) == is_refused
+    assert world.loras.inventory.digest(task_id_of("x")) == packed(1 if is_refused else 2).digest
+    assert ("fetch_failed" in kinds_of_events(world)) == is_refused
+    assert (packed(2).digest[:12] in caplog.text) == is_refused
+    world.loras.memory.unpin(in_flight)
+    world.loras.check_integrity()
+    assert not world.remote.is_busy
+
+
+def test_a_changed_folder_of_an_adapter_that_no_tier_has_is_not_read() -> None:
+    world = World()
+    world.fetcher.tell_change(FolderChange(key("x")))
+    assert list(world.remote.poll()) == []
+    assert (world.fetcher.fetches, world.remote.is_busy) == ([], False)
+
+
+@pytest.mark.parametrize("is_uploaded", [True, False])
+def test_what_a_client_did_after_a_folder_changed_stays(is_uploaded: bool) -> None:
+    world = World(on_conflict="replace")
+    world.upload("x", packed(1))
+    world.fetcher.tell_change(FolderChange(key("x")))
+    assert list(world.remote.poll()) == []
+    if is_uploaded:
+        world.upload("x", packed(3))
+    else:
+        world.loras.unload(task_id_of("x"))
+    assert list(world.remote.poll()) == []
+    world.fetcher.begin().set_result(FetchedAdapter(packed(2), "x"))
+    assert len(list(world.remote.poll())) == 1
+    assert world.loras.inventory.digest(task_id_of("x")) == (packed(3).digest if is_uploaded else "")
+    assert "fetch_failed" not in kinds_of_events(world)
+
+
+def test_a_request_that_comes_after_an_unload_takes_the_version_that_is_on_its_way() -> None:
+    world = World(on_conflict="replace")
+    world.upload("x", packed(1))
+    world.fetcher.tell_change(FolderChange(key("x")))
+    assert list(world.remote.poll()) == []
+    world.loras.unload(task_id_of("x"))
+    wanted = Expectation(answering=packed(2).digest)
+    fetch = world.remote.fetch(key("x"), expectation=wanted)
+    world.fetcher.begin().set_result(FetchedAdapter(packed(2), "x"))
+    assert list(world.remote.poll()) == [fetch]
+    fetch.check(wanted)
+    assert world.loras.inventory.digest(task_id_of("x")) == packed(2).digest
+
+
+def test_a_folder_that_changes_during_its_fetch_is_fetched_once_more() -> None:
+    world = World(on_conflict="replace")
+    world.remote.fetch(key("x"))
+    world.fetcher.tell_change(FolderChange(key("x")))
+    assert list(world.remote.poll()) == []
+    assert len(world.fetcher.fetches) == 1
+    world.fetcher.begin().set_result(FetchedAdapter(packed(1), "x"))
+    assert len(list(world.remote.poll())) == 1
+    assert list(world.remote.poll()) == []
+    world.fetcher.begin().set_result(FetchedAdapter(packed(2), "x"))
+    assert len(list(world.remote.poll())) == 1
+    assert world.loras.inventory.digest(task_id_of("x")) == packed(2).digest
+
+
+def test_half_a_folder_is_named_in_the_log_and_the_events(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    world.upload("x", packed(1))
+    world.fetcher.tell_change(FolderChange(key("x"), "the weights end early"))
+    assert list(world.remote.poll()) == []
+    assert "x could not be fetched: the weights end early" in caplog.text
+    assert kinds_of_events(world)[-1] == "fetch_failed"
+    assert (world.remote.stats.failures, world.fetcher.fetches) == (1, [])
+
+
+def test_an_alias_means_the_new_version_and_a_folder_of_its_name_is_refused() -> None:
+    world = World(on_conflict="replace")
+    world.upload("x", packed(1))
+    world.loras.aliases.set(Alias("chat", (AliasMember("x", 1),)))
+    world.fetcher.tell_change(FolderChange(key("chat")))
+    world.fetcher.tell_change(FolderChange(key("x")))
+    assert list(world.remote.poll()) == []
+    assert [str(wanted) for wanted, _, _ in world.fetcher.fetches] == ["x"]
+    world.fetcher.begin().set_result(FetchedAdapter(packed(2), "x"))
+    assert len(list(world.remote.poll())) == 1
+    assert world.loras.inventory.digest(task_id_of("x")) == packed(2).digest
 
 
 @pytest.mark.parametrize("on_conflict", ["refuse", "replace"])
@@ -489,6 +602,59 @@ def test_a_request_with_a_path_is_answered_by_the_adapter_there_or_not_at_all(
         assert error_of(f"{paths['pirate']}/../../checkpoint").startswith("INVALID_ARG adapters cannot be loaded from")
         assert error_of(f"{paths['pirate']}x").startswith("NOT_FOUND LoRA task 7 not found")
         assert_answers("pirate")
+
+
+def test_an_exchanged_folder_answers_new_requests_and_not_those_in_flight(
+    oracle_and_checkpoint: tuple[Oracle, Path],
+    default_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fetcher_module, "_SCAN_INTERVAL_S", 0.01)
+    oracle, checkpoint = oracle_and_checkpoint
+    root = tmp_path / "root"
+    for version in ("pirate", "parrot"):
+        shutil.copytree(oracle.adapters[version], tmp_path / version)
+    root.mkdir()
+    (tmp_path / "pirate").rename(root / "x")
+    lora = {
+        "lora_sources": [{"source": "directory", "root": str(root), "watch": True}],
+        "lora_cache_host_memory_bytes": 32 << 20,
+        "lora_on_conflict": "replace",
+    }
+    config = EngineConfig(
+        model_path=checkpoint,
+        tokenizer_path=default_model_dir,
+        num_threads=1,
+        kv_cache_memory_bytes=32 << 20,
+        lora=LoRAConfig.model_validate(lora),
+    )
+    with closing(Engine(config)) as engine:
+        (old,) = run_all(engine, [request("old", "x")]).values()
+        assert old.final is not None
+        old_digest = old.final.lora_digest
+        engine.add_request(request("in flight", "x", sampling=SamplingParams(max_tokens=100, end_id=-1)))
+        in_flight = Answer()
+        while not in_flight.token_ids:
+            for output in engine.step():
+                in_flight.add(output)
+        (root / "x").rename(tmp_path / "old")
+        (tmp_path / "parrot").rename(root / "x")
+        deadline = time.monotonic() + TIMEOUT_S
+        while engine.loras.inventory.digest(task_id_of("x")) == old_digest or engine.has_work:
+            assert time.monotonic() < deadline
+            for output in engine.step():
+                in_flight.add(output)
+            engine.check_integrity()
+        demanding = request("demanding", "x", lora_expected_digest=old_digest)
+        with pytest.raises(AdapterVersionNotFound, match=old_digest):
+            engine.add_request(demanding)
+        (new,) = run_all(engine, [request("new", "x")]).values()
+        assert in_flight.final is not None
+        assert in_flight.final.lora_digest == old_digest
+        for answer, version in ((old, "pirate"), (in_flight, "pirate"), (new, "parrot")):
+            assert answer.token_ids == oracle.logits(version, PROMPT, answer.token_ids).argmax(dim=-1).tolist()
+        assert_idle(engine)
 
 
 def test_parked_requests_can_be_cancelled_and_reach_their_deadlines(engine: Engine) -> None:

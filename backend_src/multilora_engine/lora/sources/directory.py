@@ -9,8 +9,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from multilora_engine.errors import ConfigError, InvalidRequest
 from multilora_engine.lora.names import check_name, task_id_of
@@ -18,26 +22,50 @@ from multilora_engine.lora.sources.source import (
     ALLOWED_FILES,
     GGUF_ENDING,
     AdapterKey,
+    FolderChange,
     LocalAdapter,
     NotThere,
+    SourceError,
     Unreachable,
     Unusable,
     check_sizes,
     choose_files,
     choose_use_files,
 )
-from multilora_wire.adapter_use import TEMPLATE_FOLDER
+from multilora_wire.adapter_use import TEMPLATE_FOLDER, USE_FILES
 
 _NAMES_S = 5.0
 """How old the table of the folders' names may be. It only serves requests by the ids of names."""
 
 
-class DirectorySource:
-    """`NAME` and `OWNER/NAME` are folders of these names; a folder named in digits has that task id and no name."""
+@dataclass(frozen=True)
+class _FolderState:
+    """What `stat` tells about a folder. files: (name, inode, bytes, time of change) of each file that is read."""
 
-    def __init__(self, root: str) -> None:
+    folder: tuple[int, int]
+    files: frozenset[tuple[str, int, int, int]]
+
+    def kept_files(self, old: _FolderState) -> list[str]:
+        """The files that are still those of an older state; none after the whole folder was exchanged."""
+        return sorted(file[0] for file in self.files & old.files) if self.folder == old.folder else []
+
+
+class DirectorySource:
+    """`NAME` and `OWNER/NAME` are folders of these names; a folder named in digits has that task id and no name.
+
+    A watched folder is a new version when it has come to rest and no file that is read is of the version before. Until
+    then a version that is exchanged file by file is given to nobody, so that no old file is read with a new one.
+    """
+
+    def __init__(self, root: str, watch: bool = False) -> None:
         """Raises ConfigError unless `root` is an absolute path of a directory."""
         self._root = Path(root)
+        self._is_watched = watch
+        # By the folders' names: of the first scan and of the last; at rest, as judged; and the last whole versions.
+        self._first: dict[str, _FolderState] | None = None
+        self._seen: dict[str, _FolderState] = {}
+        self._judged: dict[str, _FolderState] = {}
+        self._whole: dict[str, _FolderState] = {}
         self._lock = threading.Lock()
         self._names: dict[int, str] = {}
         self._names_read = -math.inf
@@ -70,6 +98,8 @@ class DirectorySource:
         status = {file: _regular_file(directory / file, root) for file in files}
         check_sizes({file: s.st_size for file, s in status.items()}, max_bytes)
         modified = datetime.fromtimestamp(max(s.st_mtime for s in status.values()), UTC)
+        # After the first look at the files: a change from now on is found when they have been read.
+        self._check_at_rest(str(path.relative_to(self._root if path.is_relative_to(self._root) else root)))
         yield LocalAdapter(directory, root, modified.isoformat(), name)
         for file, before in status.items():
             if _version(_regular_file(directory / file, root)) != _version(before):
@@ -82,6 +112,53 @@ class DirectorySource:
             else:
                 for inner in filter(_has_adapter, _folders(folder)):
                     yield from _key_of(f"{folder.name}/{inner.name}")
+
+    @property
+    def is_watched(self) -> bool:
+        return self._is_watched
+
+    def scan(self) -> list[FolderChange]:
+        """As of `WatchedSource`. A folder rests if two scans find the same files.
+
+        What the first scan finds is no change unless it is half an adapter.
+        """
+        keys = {str(key): key for key in self.list_keys()}
+        seen = {name: state for name in keys if (state := _state_of(self._root / name)) is not None}
+        before, self._seen = self._seen, seen
+        first = seen if self._first is None else self._first
+        self._first = {name: state for name, state in first.items() if seen.get(name) == state}
+        self._judged = {name: state for name, state in self._judged.items() if name in seen}
+        self._whole = {name: state for name, state in self._whole.items() if name in seen}
+        changes = []
+        for name, state in seen.items():
+            if state == before.get(name) and state != self._judged.get(name):
+                self._judged[name] = state
+                reason = self._fault_of(name, state)
+                if not reason:
+                    self._whole[name] = state
+                if reason or self._first.get(name) != state:
+                    changes.append(FolderChange(keys[name], reason))
+        return changes
+
+    def _fault_of(self, name: str, state: _FolderState) -> str:
+        """Why a folder at rest is no whole version; empty if it is one, as far as can be told without its weights."""
+        old = self._whole.get(name)
+        if old is not None and (kept := state.kept_files(old)):
+            return f"{', '.join(kept)} as before, other files new; exchange the whole folder"
+        try:
+            directory = _resolve(self._root / name, self._root.resolve())
+            for file in choose_files(_list(directory)):
+                _check_whole(_resolve(directory / file, self._root.resolve()))
+        except SourceError as error:
+            return str(error)
+        return ""
+
+    def _check_at_rest(self, name: str) -> None:
+        """Raises Unreachable for a version that is exchanged file by file, and for half of one."""
+        whole, state = self._whole.get(name), _state_of(self._root / name)
+        if whole is not None and state is not None and state.folder == whole.folder and state != whole:
+            kept = ", ".join(state.kept_files(whole)) or "none"
+            raise Unreachable(f"its files are being exchanged (as before: {kept}); ask again when all are new")
 
     def _find(self, key: AdapterKey) -> str:
         """The folder of an adapter; of one that is asked for by its id alone, whose name or digits give that id."""
@@ -111,6 +188,31 @@ def _resolve(path: Path, root: Path) -> Path:
     if not real.is_relative_to(root):
         raise Unusable(f"{path.name} is a link out of the source's directory")
     return real
+
+
+def _state_of(folder: Path) -> _FolderState | None:
+    """None for a folder that cannot be looked at, or is gone."""
+    try:
+        top = folder.stat()
+        inner = os.listdir(folder / TEMPLATE_FOLDER) if (folder / TEMPLATE_FOLDER).is_dir() else []
+        names = [*os.listdir(folder), *(f"{TEMPLATE_FOLDER}/{name}" for name in inner)]
+        read = [name for name in names if name in ALLOWED_FILES or name in USE_FILES or name.endswith(GGUF_ENDING)]
+        files = frozenset((name, *_version((folder / name).stat())) for name in read)
+    except OSError:
+        return None
+    return _FolderState((top.st_dev, top.st_ino), files)
+
+
+def _check_whole(file: Path) -> None:
+    """Raises Unusable for a file that ends before the tensors that its header names."""
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, "numpy"):
+                pass
+        elif file.suffix == ".npy":
+            np.load(file, mmap_mode="r", allow_pickle=False)
+    except (SafetensorError, ValueError, OSError) as error:
+        raise Unusable(f"{file.name} is not whole: {type(error).__name__}") from None
 
 
 def _list(directory: Path) -> list[str]:

@@ -29,12 +29,14 @@ from multilora_engine.lora.sources.packing import largest_adapter_bytes, pack_di
 from multilora_engine.lora.sources.source import (
     AdapterKey,
     AdapterSource,
+    FolderChange,
     LocalAdapter,
     NotThere,
     PathSource,
     SourceError,
     Unreachable,
     Unusable,
+    WatchedSource,
 )
 from multilora_wire.layout import AdapterLayout
 
@@ -53,6 +55,10 @@ class FetchedAdapter:
 
 NUM_THREADS = 4
 """Adapters that are fetched at once."""
+
+
+_SCAN_INTERVAL_S = 3.0
+"""Between two looks at the watched sources. A folder that has not changed in this time is at rest."""
 
 
 class AdapterFetcher:
@@ -78,6 +84,7 @@ class AdapterFetcher:
         self._fetchers = DaemonThreads(num_threads, "adapter-fetch")
         # A thread apart, so that no list of adapters waits for downloads.
         self._lister = DaemonThreads(1, "adapter-list")
+        self._closing = threading.Event()
 
     def fetch(self, key: AdapterKey, source: str = "", path: str = "") -> Future[FetchedAdapter]:
         """The adapter, from the source of that name only, if one is given. The future's exception is a RequestError.
@@ -94,10 +101,29 @@ class AdapterFetcher:
         """The adapters of all the sources that can tell which they have."""
         return self._lister.submit(self._list_keys)
 
+    def watch(self, on_change: Callable[[FolderChange], None]) -> bool:
+        """Call this for every change of a watched source, on a thread that begins now. False if none is watched."""
+        sources = self._sources.items()
+        watched = {name: s for name, s in sources if isinstance(s, WatchedSource) and s.is_watched}
+        if watched:
+            threading.Thread(target=self._watch, args=(watched, on_change), name="adapter-watch", daemon=True).start()
+        return bool(watched)
+
     def close(self) -> None:
         """End the threads, each after the job it is at."""
+        self._closing.set()
         self._fetchers.close()
         self._lister.close()
+
+    def _watch(self, watched: Mapping[str, WatchedSource], on_change: Callable[[FolderChange], None]) -> None:
+        while not self._closing.is_set():
+            for name, source in watched.items():
+                try:
+                    for change in source.scan():
+                        on_change(change)
+                except Exception:
+                    _logger.exception("source %s cannot tell which adapters have changed", name)
+            self._closing.wait(_SCAN_INTERVAL_S)
 
     def _fetch(self, key: AdapterKey, names: list[str]) -> FetchedAdapter:
         reasons = []

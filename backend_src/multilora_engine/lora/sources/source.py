@@ -107,6 +107,26 @@ class PathSource(AdapterSource, Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class FolderChange:
+    """A watched folder that has come to rest in another state. reason: why it is no whole adapter; empty if it is."""
+
+    key: AdapterKey
+    reason: str = ""
+
+
+@runtime_checkable
+class WatchedSource(AdapterSource, Protocol):
+    """A source that can tell which of its adapters have changed, if its configuration wants that."""
+
+    @property
+    def is_watched(self) -> bool: ...
+
+    def scan(self) -> list[FolderChange]:
+        """The changes that have come to rest since the last call. One thread calls this, at intervals of seconds."""
+        ...
+
+
 def choose_files(names: Collection[str]) -> tuple[str, ...]:
     """Which of the files of a directory are the adapter. Raises NotThere or Unusable."""
     if PEFT_FILES[1] in names and WEIGHTS_FILE in names:

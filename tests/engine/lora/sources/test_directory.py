@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.adapters import TINY, wire_adapter
-from support.sources import MAX_BYTES, NO_BASE, ROWS, digest_of, key, save_adapter
+from support.sources import MAX_BYTES, NO_BASE, ROWS, digest_of, key, peft_files, save_adapter
 
 from multilora_engine.errors import ConfigError, InvalidRequest
 from multilora_engine.lora.names import task_id_of
@@ -240,3 +243,142 @@ def test_converted_files_that_are_truncated_while_they_are_read_end_no_process(r
     (folder / "model.lora_weights.npy").write_bytes(b"")
     assert np.isfinite(weights).all()
     assert len(config) == len(ROWS)
+
+
+class Watched:
+    """A watched root whose folders have been seen at rest. Each scan stands for one more interval."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.source = DirectorySource(str(root), watch=True)
+        assert self.rest() == []
+        self.num_writes = 0
+
+    def rest(self) -> list[tuple[str, str]]:
+        """What two scans tell while nothing changes."""
+        return [(str(c.key), c.reason) for _ in range(2) for c in self.source.scan()]
+
+    def write(self, folder: str, file: str, seed: int, num_bytes: int | None = None) -> None:
+        """Write a file in place, at a time of its own, as the clock of a file system may be coarse."""
+        self.num_writes += 1
+        path = self.root / folder / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(peft_files(wire_adapter(TINY, ROWS, seed=seed))[file][:num_bytes])
+        os.utime(path, (self.num_writes, self.num_writes))
+
+    def digest(self, name: str) -> str:
+        with self.source.open(key(name), MAX_BYTES) as adapter:
+            return pack_directory(adapter, TINY, NO_BASE).digest
+
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def test_a_watched_directory_tells_new_folders_and_folders_that_were_exchanged(root: Path, tmp_path: Path) -> None:
+    watched = Watched(root)
+    save_adapter(root / "acme" / "new", seed=2)
+    assert watched.source.scan() == [], "it may still grow"
+    assert watched.rest() == [("acme/new", "")]
+    (root / "pirate").rename(tmp_path / "old")
+    save_adapter(tmp_path / "next", seed=3).rename(root / "pirate")
+    assert watched.digest("pirate") == digest_of(3), "a renamed folder is whole at once"
+    assert watched.rest() == [("pirate", "")]
+    (root / "pirate").rename(tmp_path / "old3")
+    assert watched.rest() == []
+    (tmp_path / "old").rename(root / "pirate")
+    assert watched.rest() == [("pirate", "")], "an older version is a change, too"
+    assert watched.rest() == []
+
+
+def test_a_link_that_is_turned_exchanges_a_folder(root: Path) -> None:
+    (root / "versions").mkdir()
+    for seed in (5, 6):
+        save_adapter(root / "versions" / f"v{seed}", seed=seed)
+    (root / "latest").symlink_to("versions/v5")
+    watched = Watched(root)
+    (root / "turned").symlink_to("versions/v6")
+    (root / "turned").replace(root / "latest")
+    assert watched.rest() == [("latest", "")]
+    assert watched.digest("latest") == digest_of(6)
+
+
+@pytest.mark.parametrize("order", [(CONFIG, WEIGHTS), (WEIGHTS, CONFIG)])
+def test_no_old_file_is_read_with_a_new_one(root: Path, order: tuple[str, str]) -> None:
+    watched = Watched(root)
+    first, second = order
+    watched.write("pirate", first, seed=2)
+    with pytest.raises(Unreachable, match=f"as before: {second}"):
+        watched.digest("pirate")
+    assert watched.rest() == [("pirate", f"{second} as before, other files new; exchange the whole folder")]
+    assert watched.rest() == [], "it is told once"
+    with pytest.raises(Unreachable), watched.source.open_path(str(root / "pirate"), MAX_BYTES):
+        pass
+    watched.write("pirate", second, seed=2)
+    assert watched.rest() == [("pirate", "")]
+    assert watched.digest("pirate") == digest_of(2)
+
+
+def test_half_a_folder_is_told_once_and_looked_at_again(root: Path) -> None:
+    watched = Watched(root)
+    watched.write("half", CONFIG, seed=2)
+    assert [name for name, reason in watched.rest() if "alone" in reason] == ["half"]
+    for num_bytes in (4, 100, 1000):
+        watched.write("half", WEIGHTS, seed=2, num_bytes=num_bytes)
+        assert watched.rest() == [("half", f"{WEIGHTS} is not whole: SafetensorError")]
+        assert watched.rest() == []
+    for num_bytes in (1001, 1002, 1003):
+        watched.write("half", WEIGHTS, seed=2, num_bytes=num_bytes)
+        assert watched.source.scan() == [], "a folder that grows is not told"
+    watched.write("half", WEIGHTS, seed=2)
+    assert watched.rest() == [("half", "")]
+    assert watched.digest("half") == digest_of(2)
+
+
+@pytest.mark.parametrize("num_bytes", [None, 200])
+def test_half_a_folder_at_the_start_is_told_and_a_whole_one_is_not(root: Path, num_bytes: int | None) -> None:
+    data = peft_files(wire_adapter(TINY, ROWS, seed=2))[WEIGHTS]
+    (root / "pirate" / WEIGHTS).write_bytes(data[:num_bytes])
+    source = DirectorySource(str(root), watch=True)
+    told = [change for _ in range(3) for change in source.scan()]
+    assert len(told) == (num_bytes is not None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(["config", "weights", "part", "swap", "scan", "rest"]), max_size=14))
+def test_however_a_folder_changes_what_is_read_is_one_version(steps: list[str]) -> None:
+    """The model: versions have numbers, and a whole folder is one whose two files have the same.
+
+    A version that is written in place begins after the one before has come to rest.
+    """
+    with TemporaryDirectory() as directory:
+        root = Path(directory) / "root"
+        save_adapter(root / "x", seed=1, base_model_name_or_path="version-1")
+        watched = Watched(root)
+        versions, is_at_rest = {CONFIG: 1, WEIGHTS: 1}, True
+        for number, step in enumerate(steps):
+            # A version ends when both of its files are there: the next file is of the next one.
+            version = max(versions.values()) + (versions[CONFIG] == versions[WEIGHTS])
+            is_whole = versions[CONFIG] == versions[WEIGHTS]
+            if step in ("config", "weights", "part"):
+                if is_whole and not is_at_rest:
+                    continue
+                is_at_rest = False
+                file = CONFIG if step == "config" else WEIGHTS
+                watched.write("x", file, version, 50 if step == "part" else None)
+                versions[file] = version if step != "part" else 0
+            elif step == "swap":
+                (root / "x").rename(Path(directory) / f"old{number}")
+                save_adapter(root / "x", seed=version)
+                versions, is_at_rest = {CONFIG: version, WEIGHTS: version}, False
+            else:
+                told = watched.rest() if step == "rest" else []
+                if step == "scan":
+                    watched.source.scan()
+                is_at_rest = step == "rest"
+                assert is_whole or all(reason for _, reason in told)
+            try:
+                digest = watched.digest("x")
+            except (Unreachable, Unusable):
+                continue
+            assert digest == digest_of(versions[WEIGHTS])
+            assert versions[CONFIG] == versions[WEIGHTS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,9 +22,17 @@ from multilora_engine.errors import (
     RequestError,
     SourceUnavailable,
 )
+from multilora_engine.lora.sources import fetcher as fetcher_module
 from multilora_engine.lora.sources.directory import DirectorySource
 from multilora_engine.lora.sources.fetcher import AdapterFetcher, DaemonThreads
-from multilora_engine.lora.sources.source import AdapterKey, AdapterSource, LocalAdapter, Unreachable, Unusable
+from multilora_engine.lora.sources.source import (
+    AdapterKey,
+    AdapterSource,
+    FolderChange,
+    LocalAdapter,
+    Unreachable,
+    Unusable,
+)
 
 
 class FailingSource(GivenSource):
@@ -52,6 +61,22 @@ def fetcher_of(**sources: AdapterSource) -> Iterator[AdapterFetcher]:
     fetcher = AdapterFetcher(sources, TINY, NO_BASE, num_threads=2)
     yield fetcher
     fetcher.close()
+
+
+def test_a_watched_source_is_scanned_until_the_fetcher_is_closed(
+    tmp_path: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetcher_module, "_SCAN_INTERVAL_S", 0.001)
+    changes: queue.SimpleQueue[FolderChange] = queue.SimpleQueue()
+    source = DirectorySource(str(tmp_path), watch=True)
+    first_scans = [source.scan(), source.scan()]
+    with fetcher_of(plain=DirectorySource(str(tmp_path)), given=GivenSource(), watched=source) as fetcher:
+        assert fetcher.watch(changes.put)
+        folders["a"].rename(tmp_path / "d")
+        assert changes.get(timeout=TIMEOUT_S) == FolderChange(key("d"))
+    with fetcher_of(plain=DirectorySource(str(tmp_path)), given=GivenSource()) as fetcher:
+        assert not fetcher.watch(changes.put)
+    assert first_scans == [[], []]
 
 
 def test_the_first_source_that_has_an_adapter_gives_it(folders: dict[str, Path]) -> None:
