@@ -14,12 +14,17 @@ from support.adapters import TINY, wire_adapter
 from support.fake_engine import FAIL_STEP, HOLD, FakeEngine
 from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 from support.served_engine import new_heartbeat, served
+from support.sources import NO_BASE
 
+from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.lora.sources import fetcher as fetcher_module
+from multilora_engine.lora.sources.directory import DirectorySource
+from multilora_engine.lora.sources.fetcher import AdapterFetcher
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.liveness import DrainOrder, Heartbeat, heartbeat_file
 from multilora_engine.process.messages import (
@@ -214,6 +219,21 @@ def test_an_idle_engine_goes_on_beating(socket_path: Path) -> None:
     assert heartbeat.count == 0
     with served(FakeEngine(), socket_path, heartbeat):
         assert heartbeat.has_beaten.wait(TIMEOUT_S)
+
+
+def test_an_idle_engine_takes_up_what_a_watched_folder_tells(
+    socket_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetcher_module, "_SCAN_INTERVAL_S", 0.01)
+    is_told = threading.Event()
+    monkeypatch.setattr(AdapterEventLog, "append", lambda log, event: is_told.set())
+    source = DirectorySource(str(tmp_path), watch=True)
+    engine = FakeEngine(fetcher=AdapterFetcher({"watched": source}, TINY, NO_BASE))
+    with served(engine, socket_path):
+        (tmp_path / "half").mkdir()
+        (tmp_path / "half" / "adapter_config.json").touch()
+        assert is_told.wait(TIMEOUT_S)
+    engine.remote.close()
 
 
 @pytest.mark.parametrize("is_disk_full", [False, True])

@@ -102,10 +102,12 @@ class AdapterFetcher:
         return self._lister.submit(self._list_keys)
 
     def watch(self, on_change: Callable[[FolderChange], None]) -> bool:
-        """Call this for every change of a watched source, on a thread that begins now. False if none is watched."""
+        """Call this for every change of a watched source from now on, on a thread. False if none is watched."""
         sources = self._sources.items()
         watched = {name: s for name, s in sources if isinstance(s, WatchedSource) and s.is_watched}
         if watched:
+            # Here, so that no adapter is read before its folder is known.
+            _scan(watched, on_change)
             threading.Thread(target=self._watch, args=(watched, on_change), name="adapter-watch", daemon=True).start()
         return bool(watched)
 
@@ -116,14 +118,8 @@ class AdapterFetcher:
         self._lister.close()
 
     def _watch(self, watched: Mapping[str, WatchedSource], on_change: Callable[[FolderChange], None]) -> None:
-        while not self._closing.is_set():
-            for name, source in watched.items():
-                try:
-                    for change in source.scan():
-                        on_change(change)
-                except Exception:
-                    _logger.exception("source %s cannot tell which adapters have changed", name)
-            self._closing.wait(_SCAN_INTERVAL_S)
+        while not self._closing.wait(_SCAN_INTERVAL_S):
+            _scan(watched, on_change)
 
     def _fetch(self, key: AdapterKey, names: list[str]) -> FetchedAdapter:
         reasons = []
@@ -169,6 +165,15 @@ class AdapterFetcher:
             except Exception:
                 _logger.exception("source %s cannot tell which adapters it has", name)
         return list(known.values())
+
+
+def _scan(watched: Mapping[str, WatchedSource], on_change: Callable[[FolderChange], None]) -> None:
+    for name, source in watched.items():
+        try:
+            for change in source.scan():
+                on_change(change)
+        except Exception:
+            _logger.exception("source %s cannot tell which adapters have changed", name)
 
 
 def _covers(source: PathSource, path: str, name: str, key: AdapterKey) -> bool:

@@ -58,10 +58,13 @@ def test_sources_are_built_in_order_by_short_names_and_dotted_paths(tmp_path: Pa
         ),
         ([{"source": "support.nowhere:Store"}], r"\(support.nowhere:Store\): cannot be imported: No module named"),
         ([{"source": "support.sources:Nothing"}], "cannot be imported: .* has no attribute 'Nothing'"),
-        ([{"source": "directory"}], r"\(directory\): the member 'root' is missing; allowed are source, name, root$"),
+        (
+            [{"source": "directory"}],
+            r"\(directory\): the member 'root' is missing; allowed are source, name, root, watch$",
+        ),
         (
             [{"source": "huggingface", "repos": ["a/*"]}, {"source": "directory", "rot": "/x"}],
-            r"parameter lora_sources.1 \(directory\): there is no member 'rot'; allowed are source, name, root$",
+            r"parameter lora_sources.1 \(directory\): there is no member 'rot'; allowed are source, name, root, watch$",
         ),
         (
             [{"source": "huggingface", "repo": ["a/b"]}],
