@@ -60,6 +60,9 @@ NUM_THREADS = 4
 _SCAN_INTERVAL_S = 3.0
 """Between two looks at the watched sources. A folder that has not changed in this time is at rest."""
 
+_MAX_SCAN_SHARE = 0.05
+"""Of the time, for scans of many thousand folders, which take the interpreter from the steps."""
+
 
 class AdapterFetcher:
     """Sources are asked in the order they are configured in; the first that has the adapter gives it.
@@ -118,8 +121,11 @@ class AdapterFetcher:
         self._lister.close()
 
     def _watch(self, watched: Mapping[str, WatchedSource], on_change: Callable[[FolderChange], None]) -> None:
-        while not self._closing.wait(_SCAN_INTERVAL_S):
+        took_s = 0.0
+        while not self._closing.wait(max(_SCAN_INTERVAL_S, took_s / _MAX_SCAN_SHARE)):
+            started = time.perf_counter()
             _scan(watched, on_change)
+            took_s = time.perf_counter() - started
 
     def _fetch(self, key: AdapterKey, names: list[str]) -> FetchedAdapter:
         reasons = []
