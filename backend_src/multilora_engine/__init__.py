@@ -19,5 +19,6 @@ request, engine_info                       the records that cross the engine's d
 errors, log_lines, histogram               errors of clients and operators; lines of logs; counts between bounds
 client_header                              the headers that identify a client
 free_memory, working_directory             memory given back to the system; directories written whole or not at all
+sandbox, sandbox_process                   work that a client chose, in processes with limits
 shared_python                              this Python, for the stubs of Triton's Python backend
 """

@@ -17,6 +17,11 @@ PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 _SYSTEM_LIBRARY_ROOTS = (Path("/lib"), Path("/usr/lib"))
 
 
+def python_executable() -> str:
+    """This environment's Python. In a Triton stub `sys.executable` is no Python."""
+    return str(Path(sys.prefix) / "bin" / "python3")
+
+
 def libpython_directory() -> Path | None:
     """The folder of this interpreter's shared library, None where the dynamic linker finds it anyway.
 

@@ -77,6 +77,11 @@ class AdapterUse(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
         """The same use always has the same text; "" for no use of its own."""
         return "" if self == NO_USE else msgspec.json.encode(self, order="deterministic").decode()
 
+    @property
+    def has_own_template(self) -> bool:
+        """Whether the adapter's texts, which its tenant wrote, make the program that renders a chat."""
+        return bool(self.chat_templates or self.named_tokens)
+
     def describe(self) -> tuple[str, ...]:
         """What it has, in a few words each."""
         templates = [f"{name} chat template" if name != "default" else "chat template" for name in self.chat_templates]

@@ -171,6 +171,9 @@ class UseReader:
         base = {name: text for name, text in self._tokenizer.templates.items() if name in templates}
         if templates == base and (_TOOL_TEMPLATE in templates) == (_TOOL_TEMPLATE in self._tokenizer.templates):
             return {}
+        if (num_bytes := sum(len(text.encode()) for text in templates.values())) > MAX_TEXT_BYTES:
+            # To compile them takes seconds for each MiB.
+            raise UseError(f"the chat templates have {num_bytes} bytes, an adapter may have {MAX_TEXT_BYTES}")
         for name, text in templates.items():
             _check_template(name, text)
         return templates

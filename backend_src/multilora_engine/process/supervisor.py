@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from multilora_engine.errors import ConfigError
 from multilora_engine.process.liveness import LOOKS_PER_TIMEOUT, Heartbeat, Pulse, heartbeat_file, wait_for_end
 from multilora_engine.process.messages import Launch, StartFailed, StartReport
 from multilora_engine.process.paths import ENGINE_MODULE
+from multilora_engine.shared_python import python_executable
 
 _LONGEST_S = 30.0
 _HEALTHY_S = 60.0
@@ -45,11 +45,8 @@ def keep_alive(live: Callable[[], float], pause: Callable[[float], bool], max_re
 
 
 def engine_command(module: str = ENGINE_MODULE) -> tuple[str, ...]:
-    """The command that runs the engine, or the program in its place, with this environment's Python.
-
-    In a Triton stub `sys.executable` is no Python.
-    """
-    return (str(Path(sys.prefix) / "bin" / "python3"), "-m", module)
+    """The command that runs the engine, or the program in its place, with this environment's Python."""
+    return (python_executable(), "-m", module)
 
 
 class EngineProcess:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Hashable, Mapping
-from functools import partial
+from functools import cache, partial
 from random import Random
 from types import MappingProxyType
 
@@ -18,7 +18,13 @@ from multilora_engine.process.client import Claims, Listener
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.serving.front import EngineLink, Front, give_back_free_memory, new_id
 from multilora_engine.serving.inputs import InputTensors
-from multilora_engine.serving.ordered_jobs import LONG_JOB_THREADS, LONG_REQUEST_BYTES, MANY_BYTES, OrderedJobs
+from multilora_engine.serving.ordered_jobs import (
+    LONG_JOB_THREADS,
+    LONG_JOBS_OF_AN_OWNER,
+    LONG_REQUEST_BYTES,
+    MANY_BYTES,
+    OrderedJobs,
+)
 from multilora_engine.serving.outputs import PromptTokens, ReplyRow
 from multilora_engine.serving.replies import (
     ChatReply,
@@ -34,10 +40,12 @@ from multilora_engine.serving.request_parser import (
     AdapterChat,
     GenerateCall,
     UploadCall,
+    UseOf,
     check_call,
     is_stop,
     logits_bytes,
     read_call,
+    renders_own_template,
 )
 from multilora_engine.serving.senders import Rights
 from multilora_engine.serving.sent_adapter import has_weights, read_set, read_task_id, weights_bytes
@@ -102,7 +110,7 @@ class GenerationFront(Front):
         self._uploads = Uploads()
         self._logits = InFlight()
         self._renamed = renamed
-        self._jobs = OrderedJobs(LONG_JOB_THREADS, "long-requests")
+        self._jobs = OrderedJobs(LONG_JOB_THREADS, "long-requests", LONG_JOBS_OF_AN_OWNER)
         self._uses = KnownUses()
 
     def close(self) -> None:
@@ -123,8 +131,9 @@ class GenerationFront(Front):
                 # Before they are packed, which takes the time and the memory that the limit is there for.
                 end_upload = self._uploads.begin(rights.sender, weights_bytes(inputs, info), info)
                 claims.until_taken.callback(end_upload)
-            read = partial(self._read, request, inputs, rights, responder, info, tokenizer, claims)
-            if inputs.num_bytes <= LONG_REQUEST_BYTES:
+            use_of = cache(partial(self._uses.believed, rights))
+            read = partial(self._read, request, inputs, rights, responder, info, tokenizer, claims, use_of)
+            if inputs.num_bytes <= LONG_REQUEST_BYTES and not renders_own_template(inputs, use_of):
                 self._submit_in_turn(*read(), rights, responder)
             else:
                 keys = _order_keys(rights, responder, *_named_task_ids(inputs, rights))
@@ -149,8 +158,9 @@ class GenerationFront(Front):
         info: EngineInfo,
         tokenizer: Tokenizer,
         claims: Claims,
+        use_of: UseOf,
     ) -> _Submission:
-        call = read_call(inputs, info, tokenizer, partial(self._uses.believed, rights))
+        call = read_call(inputs, info, tokenizer, use_of)
         if isinstance(call, UploadCall):
             return self._upload(call, rights, responder, claims)
         return self._generate(call, rights, request, responder, info, tokenizer, claims)

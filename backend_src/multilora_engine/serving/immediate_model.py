@@ -22,7 +22,13 @@ from multilora_engine.errors import InternalError, InvalidRequest, RequestError
 from multilora_engine.process.paths import socket_path
 from multilora_engine.serving.front import EngineLink, give_back_free_memory
 from multilora_engine.serving.inputs import InputTensors
-from multilora_engine.serving.ordered_jobs import LONG_JOB_THREADS, LONG_REQUEST_BYTES, MANY_BYTES, OrderedJobs
+from multilora_engine.serving.ordered_jobs import (
+    LONG_JOB_THREADS,
+    LONG_JOBS_OF_AN_OWNER,
+    LONG_REQUEST_BYTES,
+    MANY_BYTES,
+    OrderedJobs,
+)
 from multilora_engine.serving.token_lists import (
     encode_beginning,
     encode_messages,
@@ -51,7 +57,7 @@ class ImmediateModel(ABC):
     def initialize(self, args: Mapping[str, str]) -> None:
         prepare_stub(args["model_name"])
         self._link = EngineLink(socket_path(os.getppid()))
-        self._jobs = OrderedJobs(LONG_JOB_THREADS, "long-requests")
+        self._jobs = OrderedJobs(LONG_JOB_THREADS, "long-requests", LONG_JOBS_OF_AN_OWNER)
 
     def execute(self, requests: list[TritonRequest]) -> None:
         for request in requests:

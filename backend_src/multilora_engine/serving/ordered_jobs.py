@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Condition
 
-LONG_JOB_THREADS = 2
-"""Packing and hashing 1 GiB takes seconds, and so does tokenizing 4 MB: other requests must not wait for it."""
+LONG_JOB_THREADS = 4
+"""Packing and hashing 1 GiB takes seconds, and so does tokenizing 4 MB, or a template of an adapter that never ends:
+other requests must not wait for it."""
+
+LONG_JOBS_OF_AN_OWNER = 2
+"""The jobs of others find a free thread at once."""
 
 LONG_REQUEST_BYTES = 1 << 14
 """Requests with more bytes than that, weights aside, are read on a thread beside the door's: some 15 ms of work."""
@@ -38,11 +42,16 @@ class OrderedJobs:
     """Runs the jobs that one thread submits. A job begins when all earlier jobs that share a key with it have ended.
 
     A short job that has to wait for no other runs at once, on the thread that submits it. Of the jobs that could begin,
-    owners take turns, so that nobody waits for all jobs of another. Jobs must not raise.
+    owners take turns, so that nobody waits for all jobs of another. No owner has more than `most_of_an_owner` long jobs
+    at once. Jobs must not raise.
     """
 
-    def __init__(self, num_threads: int, name: str) -> None:
+    def __init__(self, num_threads: int, name: str, most_of_an_owner: int | None = None) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=_step_back)
+        self._num_threads = num_threads
+        self._most_of_an_owner = most_of_an_owner or num_threads
+        self._running: Counter[str] = Counter()
+        """The jobs that have a thread, by owners."""
         self._changed = Condition()
         self._queues: defaultdict[Hashable, deque[_Job]] = defaultdict(deque)
         """The jobs of each key that have not ended, in order."""
@@ -75,19 +84,29 @@ class OrderedJobs:
 
     def _begin(self, job: _Job) -> None:
         self._ready.setdefault(job.owner, deque()).append(job)
-        self._threads.submit(self._run_next)
+        self._give_threads()
 
-    def _run_next(self) -> None:
-        with self._changed:
-            owner = next(iter(self._ready))
+    def _give_threads(self) -> None:
+        """Run the jobs whose turn it is, as far as there are threads."""
+        while self._running.total() < self._num_threads:
+            turns = (owner for owner in self._ready if self._running[owner] < self._most_of_an_owner)
+            if (owner := next(turns, None)) is None:
+                return
             jobs = self._ready.pop(owner)
             job = jobs.popleft()
             if jobs:
-                self._ready[owner] = jobs  # behind the others
+                self._ready[owner] = jobs  # after the others
+            self._running[owner] += 1
+            self._threads.submit(self._run, job)
+
+    def _run(self, job: _Job) -> None:
         job.work()
         with self._changed:
+            self._running[job.owner] -= 1
+            self._running += Counter()  # forgets owners without jobs
             for key in job.keys:
                 self._end(job, key)
+            self._give_threads()
             self._num_left -= 1
             self._changed.notify_all()
 

@@ -107,7 +107,13 @@ class AdapterChat:
         sampling = read_sampling(self.inputs, self.row, info, tokenizer, use)
         text, asked = _chat_text(self.inputs, self.row), self.inputs.scalar("add_special_tokens", self.row)
         assert text is not None, "a row with a chat"
-        prompt = encode_messages(text, tokenizer, info, bool(asked), use)
+        try:
+            prompt = encode_messages(text, tokenizer, info, bool(asked), use)
+        except TemplateRefusal as error:
+            if not use.has_own_template:
+                raise
+            name = self.inputs.text("lora_name", self.row) or read_task_id(self.inputs, self.row)
+            raise TemplateRefusal(f"adapter {name}: {error}") from None
         return _truncated(prompt, self.inputs, self.row, sampling.max_tokens, info), sampling
 
 
@@ -165,6 +171,18 @@ def read_call(
         name = inputs.text("lora_name", 0) or ""
         return UploadCall(read_adapter(inputs, info, tokenizer), name, read_expected_digest(inputs, 0))
     return _read_generate(inputs, info, tokenizer, use_of)
+
+
+def renders_own_template(inputs: InputTensors, use_of: UseOf) -> bool:
+    """Whether reading a request renders a chat by what the tenant of an adapter wrote, which may take seconds."""
+    present = inputs.present(*_PROMPTS, _LEFT_CHAT)
+    for row in range(inputs.num_rows(present[0]) if present else 0):
+        task_id = None if read_set(inputs, row) else read_task_id(inputs, row)
+        if task_id is None or _chat_text(inputs, row) is None:
+            continue
+        if parse_use(use_of(task_id, inputs.text("lora_name", row) or "")).has_own_template:
+            return True
+    return False
 
 
 def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer, use_of: UseOf) -> GenerateCall:

@@ -9,7 +9,6 @@ the decoder of a model with an encoder.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Encoding
 
 from multilora_engine.errors import InvalidRequest
-from multilora_engine.text.chat_contents import fit_contents
-from multilora_engine.text.plain_specials import PlainSpecials
+from multilora_engine.text.chat_rendering import Chat, render_chat
+from multilora_engine.text.template_sandbox import TemplateSandbox
 from multilora_engine.text.token_table import special_ids, start_of_text, token_table
-from multilora_engine.text.tokenizer_files import load_bare_chats, read_tokenizer
+from multilora_engine.text.tokenizer_files import read_tokenizer
 from multilora_wire.adapter_use import NO_USE, AdapterUse
 
 if TYPE_CHECKING:
@@ -31,10 +30,6 @@ if TYPE_CHECKING:
 
 class TemplateRefusal(InvalidRequest):
     """The template of a chat makes no prompt of it; the template of an adapter might."""
-
-
-_MAX_OWN_CHATS = 32
-"""Adapters with templates of their own whose compiled templates are kept, those asked for last."""
 
 
 class Tokenizer:
@@ -53,8 +48,7 @@ class Tokenizer:
         self._bytes = token_table(self._backend)
         self._start_of_text = start_of_text(self._backend)
         self.special_ids = frozenset(special_ids(self._backend))
-        self._own_chats: dict[str, PreTrainedTokenizerFast] = {}
-        self._own_chats_lock = threading.Lock()
+        self._sandbox = TemplateSandbox()
 
     @property
     def vocab_size(self) -> int:
@@ -100,6 +94,7 @@ class Tokenizer:
         max_bytes: the size limit of the rendered chat.
         add_special_tokens: whether the tokenizer adds its special tokens, such as BOS, as to a prompt.
         use: of the adapter that answers, whose templates, named tokens and system prompt come before the base's.
+            Such templates and tokens are rendered in a process with limits.
 
         Raises TemplateRefusal if there is no template, if the template refuses the chat, if the rendered chat is too
         long, or if the template would silently leave out a content, tool calls or the tools. InvalidRequest for
@@ -127,22 +122,15 @@ class Tokenizer:
         add_special_tokens: bool,
         use: AdapterUse,
     ) -> list[int]:
-        chats = self._chats_of(use)
         if use.system_prompt and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": use.system_prompt}, *messages]
-        whole = {**options, "add_generation_prompt": False, "continue_final_message": False}
-        messages = fit_contents(messages, lambda contents: _render_chat(chats, contents, tools, whole))
-        plain = PlainSpecials(() if keeps_special_tokens else map(self.token_name, self.special_ids))
-        messages, tools, options = (plain.mark(each) for each in (messages, tools, options))
-        options = {"add_generation_prompt": True, **options}
-        text = _render_chat(chats, messages, tools, options)
-        if tools and text == _render_chat(chats, messages, None, options):
-            raise InvalidRequest("the model's chat template has no place for tools")
-        pieces = plain.pieces(text)
-        if max_bytes is not None and (num_bytes := sum(len(piece.encode()) for piece in pieces)) > max_bytes:
-            raise InvalidRequest(
-                f"the model's chat template makes {num_bytes} bytes of the messages; a prompt may have {max_bytes}"
-            )
+        specials = () if keeps_special_tokens else tuple(map(self.token_name, self.special_ids))
+        chat = Chat(messages, tools, dict(options), specials, max_bytes)
+        if use.has_own_template:
+            templates, named = use.chat_templates or self._files.templates, self._files.named_tokens
+            pieces = self._sandbox.render(templates, {**named, **use.named_tokens}, chat)
+        else:
+            pieces = render_chat(self._chats, chat)
         if add_special_tokens:
             bare = Encoding.merge([self._backend.encode(piece, add_special_tokens=False) for piece in pieces], False)
             return list(self._backend.post_process(bare, None, True).ids)
@@ -151,21 +139,6 @@ class Tokenizer:
     @cached_property
     def _chats(self) -> PreTrainedTokenizerFast:
         return self._files.load_chats()
-
-    def _chats_of(self, use: AdapterUse) -> PreTrainedTokenizerFast:
-        """The tokenizer that renders the chats of an adapter."""
-        if not (use.chat_templates or use.named_tokens):
-            return self._chats
-        key = use.text
-        with self._own_chats_lock:
-            chats = self._own_chats.pop(key, None)
-            if chats is None:
-                templates = use.chat_templates or self._files.templates
-                chats = load_bare_chats(templates, {**self._files.named_tokens, **use.named_tokens})
-            self._own_chats[key] = chats  # The last is the most recently used.
-            if len(self._own_chats) > _MAX_OWN_CHATS:
-                del self._own_chats[next(iter(self._own_chats))]
-        return chats
 
     @property
     def templates(self) -> Mapping[str, str]:
@@ -206,24 +179,6 @@ class Tokenizer:
         if is_start:
             texts[:1] = map(self._start_of_text, texts[:1])
         return b"".join(texts).decode("utf-8", "replace")
-
-
-def _render_chat(
-    chats: PreTrainedTokenizerFast,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    options: Mapping[str, Any],
-) -> str:
-    try:
-        text = chats.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=[dict(tool) for tool in tools] if tools else None,
-            tokenize=False,
-            **options,
-        )
-    except Exception as error:  # templates are programs, which may raise any error
-        raise InvalidRequest(f"the model's chat template refused the messages: {error}") from error
-    return str(text)
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:

@@ -26,6 +26,7 @@ from multilora_engine.serving.front import EngineLink
 from multilora_engine.serving.generation_front import GenerationFront
 from multilora_engine.serving.immediate_model import preprocess
 from multilora_engine.serving.inputs import InputTensors
+from multilora_wire.headers import CLIENT_HEADER
 
 VOCAB_SIZE = 49152
 CHAT = [{"role": "user", "content": "Who are you?"}]
@@ -217,6 +218,39 @@ def test_a_chat_is_refused_by_the_adapters_template_and_limits(
     (response,) = ask(front, chat("arr", messages=[{"role": "user", "content": "a b " * 600}]))
     assert response.error is not None
     assert "max_model_len" in response.error.message
+
+
+HOSTILE = {
+    "endless": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "2 s"),
+    "huge": ("{{ 'x' * 10**9 }}", "268435456 bytes of memory"),
+    "long": (
+        "{{ messages[0].content }}{{ 'x' * 5 * 2**20 }}",
+        "5242892 bytes of the messages; a prompt may have 4194304",
+    ),
+}
+
+
+def test_a_hostile_template_meets_its_limit_and_holds_up_nobody_else(
+    front: GenerationFront, adapters: Path, model_dir: Path
+) -> None:
+    for name, (template, _) in HOSTILE.items():
+        save_folder(model_dir, adapters / name, 5, chat_template_jinja=template)
+    ask(front, chat("arr"))  # the front knows the adapter's template now, and its process runs
+    names = ["endless", *HOSTILE]
+    attacks = [FakeRequest(chat(name), headers={CLIENT_HEADER: "hostile"}) for name in names]
+    for attack in attacks:
+        front.accept(attack)
+    victim = FakeRequest(chat("arr"), headers={CLIENT_HEADER: "victim"})
+    front.accept(victim)
+    (response,) = victim.sender.wait()
+    assert prompt_of(response) == expected(adapters / "arr")
+    assert not all(attack.sender.responses for attack in attacks)
+    for attack, name in zip(attacks, names, strict=True):
+        (response,) = attack.sender.wait()
+        assert response.error is not None
+        assert response.error.code == "INVALID_ARG"
+        assert f"adapter {name}: " in response.error.message
+        assert HOSTILE[name][1] in response.error.message
 
 
 def test_a_replaced_adapter_answers_with_its_own_template(
