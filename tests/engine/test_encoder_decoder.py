@@ -21,7 +21,7 @@ from support.oracle import Oracle, packed
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
-from multilora_engine.errors import InvalidRequest, RequestError
+from multilora_engine.errors import ConfigError, InvalidRequest, RequestError
 from multilora_engine.lora.layout import AdapterTraits
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
 from multilora_engine.sequences.prompt_log_probs import row_type
@@ -374,6 +374,17 @@ def test_what_no_encoder_decoder_has_is_refused_by_name(family: Family, engine: 
         adapter = type(plain)(traits.digest(plain.digest), plain.rows, plain.pages, traits)
         with pytest.raises(InvalidRequest, match=message):
             engine.put_adapter(9, adapter)
+
+
+def test_no_sequence_is_longer_than_a_table_of_positions(family: Family, default_model_dir: Path) -> None:
+    """BART's ends at 64; T5 has none, so that any length is served."""
+    longest = 100 if family.start == START["t5 v1.1"] else 64
+    if longest == 64:
+        with pytest.raises(ConfigError, match="max_model_len is 65, and the model has 64 positions"):
+            family.engine(default_model_dir, max_model_len=65)
+    engine = family.engine(default_model_dir, max_model_len=longest)
+    request = translation(family, "r", random_tokens(9, seed=9), 0, max_tokens=longest - 1)
+    assert_greedy(family, [request], run_all(engine, [request]))
 
 
 def test_the_plan_tells_what_a_source_takes(

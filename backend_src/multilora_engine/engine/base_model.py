@@ -71,6 +71,7 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     tokenizer_path = config.tokenizer_path or config.model_path
     tokenizer = Tokenizer(tokenizer_path)
     model_config = wait_for_config()
+    _check_length(config.max_model_len, model_config)
     sites = restricted_sites(model_config.sites, config.lora.target_modules)
     dtype = choose_dtype(config.dtype, model_config, device)
     kv_dtype = choose_kv_cache_dtype(config, model_config, dtype, device)
@@ -102,6 +103,16 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     layout = replace(layout, max_pages=min(plan.num_host_pages, plan.num_device_pages))
     model.limit_length(plan.max_model_len)
     return BaseModel(model, model_config, dtype, device, tokenizer, tokenizer_path, layout, plan)
+
+
+def _check_length(max_model_len: int, model: ModelConfig) -> None:
+    """Raises ConfigError for sequences longer than a table of positions, such as BART's, has rows for."""
+    has_table = model.source is not None and model.source.max_tokens is not None
+    if has_table and max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, and the model has {model.max_position_embeddings} positions; write at "
+            "most these"
+        )
 
 
 def restricted_sites(sites: ModelSites, names: Collection[str]) -> ModelSites:
