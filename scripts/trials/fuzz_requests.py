@@ -26,6 +26,7 @@ from trials.wire_requests import (
     tensor,
     text_tensor,
     valid_request,
+    word_tensors,
 )
 
 _NUMBERS = ("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64")
@@ -260,6 +261,39 @@ def _broken_files(random: Random, request: WireRequest, facts: ModelFacts) -> No
             pass
 
 
+def _broken_version(random: Random, request: WireRequest, facts: ModelFacts) -> None:
+    """Asks for a version, a session or defaults that cannot be meant, or sends what an adapter's use cannot be."""
+    digests = ("", "0" * 31, "0" * 32, "0" * 33, "A" * 32, "g" * 32, "0" * 64, "０" * 32, "0" * 32 + "\n", "0" * 9999)
+    uses = [
+        "",
+        "{",
+        "null",
+        "[]",
+        '{"multilora.json": 1}',
+        '{"../config.json": "{}"}',
+        '{"generation_config.json": "["}',
+    ]
+    uses += ['{"multilora.json": "{\\"max_tokens\\": 1e999}"}', '{"chat_template.jinja": "{% for x in %}"}', "[" * 9999]
+    uses += [json.dumps({"chat_template.jinja": "{% for x in range(10 ** 9) %}x{% endfor %}"})]
+    match random.randrange(5):
+        case 0:
+            request.put(text_tensor("lora_expected_digest", random.choice(digests)))
+        case 1:
+            name = random.choice(("nobody", "Nobody", "7", "nobody/7", "a/b/c", "x" * 97))
+            request.put(text_tensor("lora_name", name))
+            request.put(text_tensor("lora_expected_digest", "0" * 32))
+        case 2:
+            session = random.choice((*_STRANGE_TEXTS, "x" * 1024, "x" * 1025, "é" * 1024))
+            request.put(text_tensor("lora_session", session))
+        case 3:
+            names = ["temperature", "no_such_input", "lora_weights", "", *_STRANGE_TEXTS, "max_tokens"]
+            request.put(word_tensors(default_inputs=random.sample(names, random.randint(1, len(names))))[0])
+        case _:
+            for part in random_adapter(random, random.getrandbits(64) | 2**63, facts):
+                request.put(part)
+            request.put(text_tensor("lora_use", random.choice(uses)))
+
+
 def _broken_chat(random: Random, request: WireRequest, facts: ModelFacts) -> None:
     chats = ["", "[", "{}", "null", "[]", "[1]", '[{"role": "user"}]', '[{"role": 7, "content": "x"}]', "[" * 5000]
     chats += ['{"messages": 1}', '[{"role": "user", "content": {"a": [1]}}]', '"text"', "1e999", '[{"role": "nobody"}]']
@@ -348,6 +382,7 @@ MUTATIONS: Mapping[str, Callable[[Random, WireRequest, ModelFacts], None]] = {
     "huge text": _huge_text,
     "broken adapter": _broken_adapter,
     "broken files": _broken_files,
+    "broken version": _broken_version,
     "broken chat": _broken_chat,
     "broken guide": _broken_guide,
     "stop": _stop,

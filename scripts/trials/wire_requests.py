@@ -17,6 +17,9 @@ CACHED_TASK_ID = 900_000_001
 
 FIRST_NEW_TASK_ID = 910_000_000
 _NUM_NEW_TASK_IDS = 64
+_USE = json.dumps({"multilora.json": json.dumps({"system_prompt": "Be brief. 🦜", "max_tokens": 4})})
+"""The files about an adapter's use that some valid requests send with its weights."""
+
 DOORS: Mapping[str, str] = {
     "gRPC": "generation_unary",
     "gRPC ensemble": "ensemble_unary",
@@ -170,7 +173,7 @@ def _prompt(random: Random, known: Mapping[str, InputSpec], facts: ModelFacts) -
 
 def _options(random: Random, number: int, facts: ModelFacts, has_weights: bool) -> list[WireTensor]:
     """The options of one way to use the server."""
-    match random.randrange(9):
+    match random.randrange(11):
         case 0:
             values = {"temperature": 0.7, "runtime_top_p": 0.9, "repetition_penalty": 1.1, "min_p": 0.01}
             return [tensor(name, [value], "FP32") for name, value in values.items()]
@@ -192,7 +195,14 @@ def _options(random: Random, number: int, facts: ModelFacts, has_weights: bool) 
         case 6 | 7 if has_weights:
             # The same adapter under the same id each time: another one would be refused.
             which = number % _NUM_NEW_TASK_IDS
-            return random_adapter(Random(which), FIRST_NEW_TASK_ID + which, facts)
+            use = [text_tensor("lora_use", _USE)] if which % 2 and not facts.has_encoder else []
+            return [*random_adapter(Random(which), FIRST_NEW_TASK_ID + which, facts), *use]
+        case 8:
+            session = text_tensor("lora_session", random.choice(("Ann", "会話 7", "x" * 1024)))
+            return [tensor("lora_task_id", [CACHED_TASK_ID], "UINT64"), session]
+        case 9:
+            defaults = word_tensors(default_inputs=["temperature", "max_tokens"])
+            return [tensor("temperature", [0.7], "FP32"), *defaults, tensor("lora_task_id", [CACHED_TASK_ID], "UINT64")]
         case _:
             return []
 

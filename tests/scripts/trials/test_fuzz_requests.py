@@ -23,6 +23,10 @@ SPECS = {
     "lora_config": InputSpec("INT32", (-1, -1)),
     "lora_peft_config": InputSpec("BYTES", (1,)),
     "lora_peft_weights": InputSpec("UINT8", (-1,)),
+    "lora_expected_digest": InputSpec("BYTES", (1,)),
+    "lora_session": InputSpec("BYTES", (1,)),
+    "lora_use": InputSpec("BYTES", (1,)),
+    "default_inputs": InputSpec("BYTES", (-1,)),
     "streaming": InputSpec("BOOL", (1,)),
 }
 FACTS = ModelFacts(dict.fromkeys(DOORS.values(), SPECS), {1: 96, 4: 64}, num_layers=2, vocab_size=300)
@@ -43,6 +47,13 @@ def test_the_same_seed_and_number_make_the_same_request() -> None:
 def test_every_kind_comes_through_every_door() -> None:
     seen = Counter((case.kind, case.request.door) for case in CASES)
     assert set(seen) == {(kind, door) for kind in MUTATIONS for door in DOORS}
+
+
+@pytest.mark.parametrize("is_valid", [False, True])
+def test_the_inputs_of_versions_and_uses_are_sent(is_valid: bool) -> None:
+    sent = {t.name for case in CASES if (case.kind == "nothing") == is_valid for t in case.request.tensors}
+    assert {"lora_session", "lora_use", "default_inputs"} <= sent
+    assert is_valid or "lora_expected_digest" in sent
 
 
 def test_every_request_can_be_sent_whatever_is_wrong_with_it() -> None:
