@@ -31,6 +31,9 @@ Which = Annotated[
     list[str],
     typer.Argument(metavar="ADAPTER...", help="Task ids, or names; @7 is the name 7.", show_default=False),
 ]
+Tenant = Annotated[
+    str, typer.Option(help="Owner of the aliases, for who runs the server.", show_default="the server, or your tenant")
+]
 ExpectedDigest = Annotated[
     str | None,
     typer.Option(
@@ -119,6 +122,7 @@ def set_aliases(
             show_default=False,
         ),
     ] = None,
+    tenant: Tenant = "",
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
@@ -132,14 +136,16 @@ def set_aliases(
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
         wanted = [_alias(text) for text in named or ()]
-        made = [client.set_alias(name, members) for name, members in wanted]
-        _print_aliases(made if named else client.list_aliases(), as_json)
+        made = [client.set_alias(name, members, tenant) for name, members in wanted]
+        shown = made if named else [alias for alias in client.list_aliases() if tenant in ("", alias.tenant)]
+        _print_aliases(shown, as_json)
 
 
 @app.command("unalias")
 def remove_aliases(
     ctx: typer.Context,
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of aliases.", show_default=False)],
+    tenant: Tenant = "",
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
@@ -150,7 +156,7 @@ def remove_aliases(
       multilora adapters unalias chat
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
-        _print_aliases([client.remove_alias(name) for name in names], as_json)
+        _print_aliases([client.remove_alias(name, tenant) for name in names], as_json)
 
 
 @app.command()

@@ -153,6 +153,18 @@ def test_a_name_stands_for_adapters_by_weight(fake_triton: Any) -> None:
     ]
 
 
+def test_who_runs_the_server_names_the_tenant_of_an_alias(fake_triton: Any) -> None:
+    fake_triton.report = {"adapters": [PIRATE], "alias": ALIAS, "aliases": [ALIAS, ALIAS | {"tenant": "acme"}]}
+    run(fake_triton, "alias", "chat=chat-v8", "--tenant", "acme")
+    run(fake_triton, "unalias", "chat", "--tenant", "acme")
+    assert [(one["operation"], one["tenant"]) for one in operations(fake_triton)] == [
+        ("alias", "acme"),
+        ("unalias", "acme"),
+    ]
+    shown = json.loads(run(fake_triton, "alias", "--tenant", "acme", "--json").stdout)
+    assert [alias["tenant"] for alias in shown] == ["acme"]
+
+
 def test_aliases_are_shown_and_removed(fake_triton: Any) -> None:
     fake_triton.report = {"adapters": [PIRATE], "aliases": [ALIAS], "alias": ALIAS}
     assert cells(run(fake_triton, "alias"), 2) == ["chat", "chat-v8", "10"]
