@@ -166,8 +166,8 @@ class EngineConfig(BaseModel):
         bool, Field(description="Default of the input of this name: leave the prompt out of one-response answers.")
     ] = False
     lora: LoRAConfig = LoRAConfig()
-    block_size: int = 16
-    """Tokens of one block of the KV cache."""
+    block_size: int = 0
+    """Tokens of one block of the KV cache. 0: the device's, 16 of a CPU and 64 of a GPU."""
     enable_cuda_graphs: _Switch = "auto"
     """Replay a GPU's steps as CUDA graphs. `auto`: if the graphs pass the self-test at start."""
     enable_async_scheduling: _Switch = "auto"
@@ -241,7 +241,7 @@ class EngineConfig(BaseModel):
 
 _RETIRED = {
     "stream_interval": "every token of a stream has a response of its own",
-    "block_size": "a block of the KV cache has 16 tokens",
+    "block_size": "a block of the KV cache has 16 tokens on a CPU, 64 on a GPU",
     "enable_cuda_graphs": "a GPU replays its steps as CUDA graphs if the graphs pass the self-test at start",
     "enable_async_scheduling": "a GPU computes a step while the next one is prepared",
     "max_uploads_per_client": "a known client may send 8 adapters at once",
@@ -323,6 +323,9 @@ _GPU_STEP_TOKENS = 2048
 
 _CPU_MAX_LORAS = 32
 
+_CPU_BLOCK_SIZE, _GPU_BLOCK_SIZE = 16, 64
+"""A GPU's attention takes the keys of a block in one tile, and finds them by one entry of a block table."""
+
 LEAST_HOST_TIER_BYTES = 1 << 30
 
 
@@ -345,6 +348,7 @@ def on_device(config: EngineConfig, device: str) -> EngineConfig:
             "max_num_batched_tokens": num_tokens,
             "max_num_encoder_tokens": config.max_num_encoder_tokens or num_tokens,
             "lora": lora,
+            "block_size": config.block_size or (_GPU_BLOCK_SIZE if is_gpu else _CPU_BLOCK_SIZE),
             "enable_async_scheduling": is_gpu if has_auto_scheduling else config.enable_async_scheduling,
             "enable_cuda_graphs": False if has_auto_graphs and not is_gpu else config.enable_cuda_graphs,
         }

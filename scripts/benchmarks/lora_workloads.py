@@ -33,8 +33,8 @@ from multilora_kernels import (
 VOCAB_SIZE = 128256
 """Of the models of one and of eight billion parameters."""
 
-BLOCK_SIZE = 16
-"""Tokens of a block of the KV cache."""
+BLOCK_SIZE = 64
+"""Tokens of a block of a GPU's KV cache."""
 
 Step = Callable[[], None]
 

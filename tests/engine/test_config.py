@@ -104,7 +104,7 @@ def _shown(default: object) -> str:
         ("max_beam_width", "8 beams"),
         ("max_prompt_bytes", "4 MiB"),
         ("enable_cuda_graphs", "pass the self-test at start"),
-        ("block_size", "16 tokens"),
+        ("block_size", "16 tokens on a CPU, 64 on a GPU"),
         ("allow_slow_operators", "stops the load"),
         ("unpacked_weights", "switches modules while the server runs"),
         ("unpacked_weights_memory_bytes", "the memory that all else leaves"),
@@ -118,27 +118,28 @@ def test_a_parameter_of_earlier_versions_is_refused_with_what_the_server_does_no
 @pytest.mark.parametrize(
     ("device", "options", "expected"),
     [
-        ("cpu", {}, (256, 32)),
-        ("cuda", {}, (2048, 64)),
-        ("cuda:1", {"max_num_seqs": 5}, (2048, 5)),
-        ("cpu", {"max_num_seqs": 300}, (300, 32)),
-        ("cuda", {"max_num_seqs": 4000}, (4000, 4000)),
-        ("cuda", {"max_num_batched_tokens": 100, "lora": {"max_loras": 3}}, (100, 3)),
-        ("cpu", {"max_num_batched_tokens": 100, "lora": {"max_loras": 3, "max_lora_rank": 8}}, (100, 3)),
+        ("cpu", {}, (256, 32, 16)),
+        ("cuda", {}, (2048, 64, 64)),
+        ("cuda:1", {"max_num_seqs": 5}, (2048, 5, 64)),
+        ("cpu", {"max_num_seqs": 300}, (300, 32, 16)),
+        ("cuda", {"max_num_seqs": 4000, "block_size": 16}, (4000, 4000, 16)),
+        ("cuda", {"max_num_batched_tokens": 100, "lora": {"max_loras": 3}}, (100, 3, 64)),
+        ("cpu", {"max_num_batched_tokens": 100, "lora": {"max_loras": 3, "max_lora_rank": 8}}, (100, 3, 16)),
     ],
 )
 def test_what_is_written_stays_and_what_is_not_depends_on_the_device(
-    tmp_path: Path, device: str, options: dict[str, object], expected: tuple[int, int]
+    tmp_path: Path, device: str, options: dict[str, object], expected: tuple[int, int, int]
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     config = EngineConfig.model_validate({"model_path": tmp_path, "max_num_seqs": 64, **options})
     resolved = on_device(config, device)
-    assert (resolved.max_num_batched_tokens, resolved.lora.max_loras) == expected
+    assert (resolved.max_num_batched_tokens, resolved.lora.max_loras, resolved.block_size) == expected
     assert resolved.max_num_encoder_tokens == resolved.max_num_batched_tokens
     numbers = {
         "max_num_batched_tokens": True,
         "max_num_encoder_tokens": True,
         "lora": {"max_loras"},
+        "block_size": True,
         "enable_async_scheduling": True,
         "enable_cuda_graphs": True,
     }

@@ -38,7 +38,8 @@ def plan(checkpoint: Path, max_rank: int, **options: object) -> MemoryPlan:
     lora = LoRAConfig(max_lora_rank=max_rank, **options)  # type: ignore[arg-type]
     config = EngineConfig(model_path=checkpoint, lora=lora)
     model = read_model_config(checkpoint)
-    return plan_memory(config, model, layout(checkpoint, max_rank), torch.float32, torch.device("cpu"))
+    resolved, device = on_device(config, "cpu"), torch.device("cpu")
+    return plan_memory(resolved, model, layout(checkpoint, max_rank), torch.float32, device)
 
 
 def test_the_log_tells_how_many_adapters_fit_each_tier(
@@ -147,7 +148,7 @@ def test_an_adapter_that_nobody_sent_stops_no_start_of_default_sizes(
     available = max(int(free_gib * (1 << 30)), 1 << 30) + kv_bytes
     monkeypatch.setattr(memory, "available_memory", lambda: available)
     model, pages = read_model_config(checkpoint), adapter_layout(_EXPERTS, 64, "bfloat16")
-    planned = plan_memory(config, model, pages, torch.float32, torch.device("cpu"))
+    planned = plan_memory(on_device(config, "cpu"), model, pages, torch.float32, torch.device("cpu"))
     refused = r"host and device tier: an adapter of max_lora_rank 64 .* takes 6\.\d+ GiB and is refused; the largest "
     (told,) = re.findall(refused + r"that fits has rank (\d+)", caplog.text)
     assert smallest <= int(told) <= most
@@ -155,7 +156,7 @@ def test_an_adapter_that_nobody_sent_stops_no_start_of_default_sizes(
     assert "disk tier: an adapter" not in caplog.text
     written = config.model_copy(update={"lora": LoRAConfig(lora_cache_host_memory_bytes=ByteSize(1 << 30))})
     with pytest.raises(ConfigError, match="Not enough space allocated to host LoRA cache to hold 1 max sized LoRA"):
-        plan_memory(written, model, pages, torch.float32, torch.device("cpu"))
+        plan_memory(on_device(written, "cpu"), model, pages, torch.float32, torch.device("cpu"))
 
 
 def test_a_gpu_keeps_free_what_steps_need_and_tells_what_is_left(checkpoint: Path) -> None:
@@ -181,7 +182,8 @@ def kv_plan(checkpoint: Path, num_tokens: int, max_model_len: int = 0) -> int:
         kv_cache_memory_bytes=ByteSize(num_tokens * memory.kv_bytes_per_token(model, torch.float32)),
         lora=LoRAConfig(lora_cache_host_memory_bytes=ByteSize(1 << 30)),
     )
-    return plan_memory(config, model, layout(checkpoint, 8), torch.float32, torch.device("cpu")).max_model_len
+    resolved, device = on_device(config, "cpu"), torch.device("cpu")
+    return plan_memory(resolved, model, layout(checkpoint, 8), torch.float32, device).max_model_len
 
 
 def test_a_kv_cache_shorter_than_the_models_limit_is_told_with_both_numbers(

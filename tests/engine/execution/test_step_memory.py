@@ -39,7 +39,9 @@ def test_the_model_computes_the_largest_step_and_with_graphs_the_largest_decode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_graphs: bool
 ) -> None:
     path = save_tiny_llama(tmp_path)
-    config = EngineConfig(model_path=path, max_num_batched_tokens=70, max_num_seqs=5, enable_cuda_graphs=has_graphs)
+    config = EngineConfig(
+        model_path=path, max_num_batched_tokens=70, max_num_seqs=5, block_size=16, enable_cuda_graphs=has_graphs
+    )
     model = load_model(path, Placement(torch.float32, torch.float32, CPU))
     model.limit_length(64)
     layout = checkpoint_layout(path, 8, "float32")
@@ -86,6 +88,7 @@ def test_an_encoder_decoder_computes_the_largest_step_with_sources(tmp_path: Pat
         max_num_batched_tokens=70,
         max_num_seqs=5,
         max_num_encoder_tokens=90,
+        block_size=16,
         enable_cuda_graphs=False,
     )
     model = load_model(tmp_path, Placement(torch.float32, torch.float32, CPU))
