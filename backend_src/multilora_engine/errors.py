@@ -2,6 +2,7 @@
 
     MultiloraError
       ConfigError                                 stops the load; the message says how to mend it
+      DeviceDead                                  ends the engine process; its supervisor starts another one
       RequestError                                reaches the client that caused it, and no other
         InvalidRequest      -> INVALID_ARG        malformed or contradictory input
           PathNotCovered                          no source of the operator's covers the path of an adapter to load
@@ -67,6 +68,10 @@ class MultiloraError(Exception):
 
 class ConfigError(MultiloraError):
     """A parameter is unknown, malformed or impossible; the message names it and a value to write."""
+
+
+class DeviceDead(MultiloraError):
+    """The device computes nothing any more in this process; a new one may help."""
 
 
 class RequestError(MultiloraError):

@@ -34,8 +34,9 @@ from multilora_engine.request import BeamOutput, FinishReason, GenerationRequest
 from multilora_wire.adapter_use import use_digest
 from support.adapters import TINY
 
-HOLD, FAIL_STEP, DIE, BUG, HANG = 1001, 1002, 1003, 1004, 1005
-"""First tokens of prompts that never end, fail the step, end the process, hit a bug on acceptance, or freeze it."""
+HOLD, FAIL_STEP, DIE, BUG, HANG, KILL_DEVICE = 1001, 1002, 1003, 1004, 1005, 1006
+"""First tokens of prompts that never end, fail the step, end the process, hit a bug on acceptance, freeze it, or fail
+the step and every later call of the device."""
 
 INFO = EngineInfo(
     model_path="/nowhere",
@@ -123,6 +124,7 @@ class FakeEngine:
         self.unwritten: dict[str, str] = {}
         self.waiting: set[str] = set()
         self.is_closed = False
+        self.has_dead_device = False
 
     @property
     def has_work(self) -> bool:
@@ -189,6 +191,9 @@ class FakeEngine:
         for request in self.requests.values():
             if request.prompt_token_ids[0] == FAIL_STEP:
                 raise RuntimeError("the device is on fire")
+            if request.prompt_token_ids[0] == KILL_DEVICE:
+                self.has_dead_device = True
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
             if request.prompt_token_ids[0] == DIE:
                 os._exit(3)
             if request.prompt_token_ids[0] == HANG:
@@ -198,6 +203,9 @@ class FakeEngine:
         self.unwritten.clear()
         ready = [request for request_id, request in self.requests.items() if request_id not in self.waiting]
         return asked + [self._next(request) for request in ready if request.prompt_token_ids[0] != HOLD]
+
+    def is_device_dead(self) -> bool:
+        return self.has_dead_device
 
     def note_sent(self) -> None:
         """It keeps no pace."""

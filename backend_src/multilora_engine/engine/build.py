@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.engine.memory import MemoryPlan
 from multilora_engine.errors import ConfigError
 from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, capture_decode, graph_sizes
+from multilora_engine.execution.device_probe import is_device_dead
 from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.execution.piecewise_graphs import CudaPieces, Pieces, PiecewiseGraphs, piece_sizes
 from multilora_engine.execution.self_test import GraphFault, check_graphs, check_pieces
@@ -121,7 +123,14 @@ def build_lora_manager(
     host = HostTier(plan.num_host_pages, layout.page_bytes, pin_memory=device.type == "cuda")
     is_shared = device.type == "cpu"
     device_pool = host.pool if is_shared else PagePool(plan.num_device_pages, layout.page_bytes, device)
-    tier = DeviceTier(layout, host.pool, device_pool, config.lora.max_loras, events.append)
+    tier = DeviceTier(
+        layout,
+        host.pool,
+        device_pool,
+        config.lora.max_loras,
+        events.append,
+        is_device_dead=partial(is_device_dead, device),
+    )
     disk = None
     if config.lora.lora_cache_dir is not None:
         disk = DiskTier(
@@ -193,7 +202,7 @@ def capture_graphs(
     """The cache has one block more than are planned, for rows of padding.
 
     None if the graphs fail here, and the configuration leaves the choice. Raises GraphFault, or the device's error, if
-    it asks for them.
+    it asks for them, and the error that a device died of.
     """
     sizes = graph_sizes(config.max_num_seqs)
     max_blocks = -(-plan.max_model_len // config.block_size)
@@ -208,7 +217,7 @@ def capture_graphs(
         check_graphs(graphs, forward, tables, plan.num_blocks, config.block_size, vocab_size, model.dtype)
         return graphs
 
-    return _unless_it_fails(captured, config, "decode steps")
+    return _unless_it_fails(captured, config, "decode steps", kv_cache.keys.device)
 
 
 def capture_pieces(
@@ -221,14 +230,16 @@ def capture_pieces(
         check_pieces(graphs, model, kv_cache, tables, config.block_size)
         return graphs
 
-    return _unless_it_fails(captured, config, "steps with prompts")
+    return _unless_it_fails(captured, config, "steps with prompts", kv_cache.keys.device)
 
 
-def _unless_it_fails(capture: Callable[[], _Graphs], config: EngineConfig, steps: str) -> _Graphs | None:
+def _unless_it_fails(
+    capture: Callable[[], _Graphs], config: EngineConfig, steps: str, device: torch.device
+) -> _Graphs | None:
     try:
         return capture()
     except (RuntimeError, GraphFault) as error:
-        if config.enable_cuda_graphs != "auto":
+        if config.enable_cuda_graphs != "auto" or is_device_dead(device):
             raise
         _logger.warning("%s are launched kernel by kernel, which is slower: CUDA graphs failed: %s", steps, error)
         return None

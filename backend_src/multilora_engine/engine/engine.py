@@ -19,13 +19,13 @@ from multilora_engine.engine.build import build_fetcher, build_lora_manager, bui
 from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.engine.guide_queue import GuideQueue, GuidesInUse
 from multilora_engine.engine.kv_cache import BlockAllocator
-from multilora_engine.engine.memory import is_out_of_memory
 from multilora_engine.engine.outputs import error_output, failure_output, prompt_output
 from multilora_engine.engine.pace import Pace, StepWork
 from multilora_engine.engine.request_limits import RequestLimits
 from multilora_engine.engine.scheduler import PromptWaits, Scheduler
 from multilora_engine.engine.unpacked_weights import UnpackedWeights
 from multilora_engine.errors import AdapterNotFound, Cancelled, InternalError, InvalidRequest, RequestError
+from multilora_engine.execution.device_probe import is_device_dead, is_out_of_memory
 from multilora_engine.guides.guided import GuideCompiler
 from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.adapter_sets import AdapterSets
@@ -89,6 +89,7 @@ class Engine:
         config = on_device(config, choose_device(config).type)
         base = load_base_model(config, on_progress)
         self.info = describe_engine(config, base)
+        self._device = base.device
         self._tokenizer = base.tokenizer
         self._max_loras = config.lora.max_loras
         self.lora_events = AdapterEventLog(_NUM_LORA_EVENTS)
@@ -232,8 +233,8 @@ class Engine:
         whose tokens take long between two steps, so that a watcher can tell a long step from one that hangs.
 
         A step that runs out of memory fails its requests only, and the host's work for one request that raises fails
-        that one only. Any other exception is our bug or a broken device; it is raised, and nothing in flight can be
-        trusted to go on.
+        that one only. Any other exception is our bug or a dead device (`is_device_dead`); it is raised, and nothing in
+        flight can be trusted to go on.
         """
         started_s = self._pace.begin()
         outputs = self._end_expired() + self._end_unloadable() + self._admission.take_up()
@@ -244,13 +245,17 @@ class Engine:
         try:
             launched = self._launch(step, on_progress, started_s)
         except (RuntimeError, MemoryError) as error:
-            failure = _out_of_memory(error, step)
+            failure = self._out_of_memory(error, step)
             return outputs + self._read_step_in_flight(on_progress) + self._fail_step(step, failure)
         outputs += self._read_step_in_flight(on_progress)
         self._in_flight = launched
         if not self._may_stay_in_flight(launched):
             outputs += self._read_step_in_flight(on_progress)
         return outputs
+
+    def is_device_dead(self) -> bool:
+        """Whether the device computes nothing any more. To be asked after an exception; may take some seconds."""
+        return is_device_dead(self._device)
 
     def note_sent(self) -> None:
         """The outputs of the last `step` have left. With that known, steps that send much are kept short, too."""
@@ -346,7 +351,7 @@ class Engine:
         try:
             tokens = choice.read()
         except (RuntimeError, MemoryError) as error:
-            return self._fail_step(step, _out_of_memory(error, step))
+            return self._fail_step(step, self._out_of_memory(error, step))
         self._scheduler.commit(step)
         outputs = self._extend_answers(dict(zip(choice.sequences, tokens, strict=True)), on_progress)
         outputs += self._prompt_outputs(step)
@@ -402,6 +407,13 @@ class Engine:
     def _fail_step(self, step: list[ScheduledSequence], error: RequestError) -> list[TokenOutput]:
         return self._fail((sequence, error) for sequence in self._requests_of(step))
 
+    def _out_of_memory(self, error: Exception, step: list[ScheduledSequence]) -> InternalError:
+        """The error that the requests of a step get. Raises any other error, and this one if the device is dead."""
+        if not is_out_of_memory(error) or self.is_device_dead():
+            raise error
+        _logger.error("a step of %d sequences ran out of memory", len(step), exc_info=error)
+        return InternalError(f"the step ran out of memory: {error}")
+
     def _end_expired(self) -> list[TokenOutput]:
         expired = self._live.take_expired(time.monotonic())
         return self._fail((s, Cancelled("the request reached its deadline unfinished")) for s in expired)
@@ -435,14 +447,6 @@ def _adapter_label(sequence: Sequence) -> str:
     """The name of a sequence's adapter, else its task id, behind its tenant if it has one; empty for the base model."""
     task_id = sequence.request.task_id
     return "" if task_id is None else label_of(task_id, sequence.request.lora_name)
-
-
-def _out_of_memory(error: Exception, step: list[ScheduledSequence]) -> InternalError:
-    """The error that the requests of a step get. Raises any other error."""
-    if not is_out_of_memory(error):
-        raise error
-    _logger.error("a step of %d sequences ran out of memory", len(step), exc_info=error)
-    return InternalError(f"the step ran out of memory: {error}")
 
 
 def _note_tokens(sampled: list[Sequence]) -> None:

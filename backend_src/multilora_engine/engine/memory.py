@@ -64,7 +64,6 @@ def _fields(file: Path) -> dict[str, int]:
 _logger = logging.getLogger(__name__)
 
 _CPU_KV_CACHE_BYTES = 1 << 30
-_CPU_ALLOCATION_FAILED = "DefaultCPUAllocator: can't allocate memory"
 _GIB = 1 << 30
 _FEWEST_TOKENS = 128
 """Of a sequence, unless `max_model_len` asks for fewer: a chat template alone takes dozens."""
@@ -88,13 +87,6 @@ class MemoryPlan:
     num_device_pages: int
     max_model_len: int
     spare_bytes: int = 0
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed; torch has an exception of its own for that on a GPU, and on a CPU only a text."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and _CPU_ALLOCATION_FAILED in str(error)
-    )
 
 
 def plan_memory(

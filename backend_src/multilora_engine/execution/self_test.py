@@ -22,6 +22,7 @@ import torch
 from multilora_engine.batch.forward_batch import ForwardBatch, KVCache, TokenLoRAs
 from multilora_engine.config import EngineConfig
 from multilora_engine.execution.cuda_graphs import DecodeGraphs
+from multilora_engine.execution.device_probe import is_out_of_memory
 from multilora_engine.execution.piecewise_graphs import PiecewiseGraphs
 from multilora_engine.models.model import Model
 from multilora_kernels import LoRATables
@@ -94,9 +95,9 @@ def faults_named(step: str, device: torch.device) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # of the compiler, the launch or the device, which have no class in common
+        if is_out_of_memory(error):
+            raise
         # Imported here: Triton comes with the CUDA builds of torch only.
         from multilora_kernels import cuda
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -151,7 +151,8 @@ class DeviceTier:
 
     On a CPU the host tier's pages are the device's (`host_pool is device_pool`): nothing is ever copied. Otherwise an
     adapter is copied page by page beside the steps, and `is_ready` tells when a step may use it. A copy that fails
-    leaves nothing behind, and is not tried again before `take_failures` has told of it.
+    leaves nothing behind, and is not tried again before `take_failures` has told of it. But if the device is dead, its
+    error is raised from any operation: no adapter is at fault.
 
     A running sequence is a *user* of its adapter. Adapters without users are *idle*: they stay until their pages or
     their `lora_index` are wanted, least recently used first. No operation but `stats` looks at all adapters.
@@ -167,8 +168,9 @@ class DeviceTier:
         max_loras: int,
         on_event: OnEvent = ignore_event,
         copy_pages: CopyPages | None = None,
+        is_device_dead: Callable[[], bool] = lambda: False,
     ) -> None:
-        """copy_pages: in place of the copies that fit the device."""
+        """copy_pages: in place of the copies that fit the device. is_device_dead: asked after a copy has failed."""
         self.layout = layout
         self._on_event = on_event
         self._hits = 0
@@ -185,6 +187,7 @@ class DeviceTier:
         self._idle = IdleAdapters()
         self._rows = TableRows(layout, device_pool.storage, max_loras)
         self._copy_pages = copy_pages or copies_to(device_pool.storage.device)
+        self._is_device_dead = is_device_dead
 
     @property
     def tables(self) -> LoRATables:
@@ -431,11 +434,14 @@ class DeviceTier:
             self._pool.free(resident.pages)
 
     def _note_failure(self, adapter: CachedAdapter, error: RuntimeError) -> None:
-        adapter.state.move(Device.FAILED)
         self._log_failure(adapter, error)
+        adapter.state.move(Device.FAILED)
         self._failures[adapter] = AdapterNotLoaded(adapter.lora_task_id, f"copying it to the device failed: {error}")
 
     def _log_failure(self, adapter: CachedAdapter, error: RuntimeError) -> None:
+        """Raises `error` of a dead device."""
+        if self._is_device_dead():
+            raise error
         self._num_failures += 1
         _logger.error("LoRA task %s: copying it to the device failed: %s", label_of(adapter.lora_task_id), error)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import msgspec
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
-from multilora_engine.errors import ConfigError
+from multilora_engine.errors import ConfigError, DeviceDead
 from multilora_engine.log_lines import configure_logging
 from multilora_engine.process.liveness import DrainOrder, Heartbeat
 from multilora_engine.process.messages import Launch, Started, StartFailed, report_start, take_stdout
@@ -56,7 +57,12 @@ def main(create_engine: Callable[[EngineConfig], ServedEngine]) -> None:
         usage = AdapterUsage()
         heartbeat = Heartbeat(launch.heartbeat_fd, launch.heartbeat_interval_s)
         on_ready = partial(report_start, report_stream, Started())
-        serve(engine, socket_path, sys.stdin.fileno(), usage, heartbeat, drain, on_ready)
+        try:
+            serve(engine, socket_path, sys.stdin.fileno(), usage, heartbeat, drain, on_ready)
+        except DeviceDead as error:
+            logger.critical("the engine ends: %s", error)
+            # At once: whatever else touches the device may wait for it for ever.
+            os._exit(1)
 
 
 def _settle() -> None:

@@ -17,7 +17,7 @@ import zmq
 from multilora_engine.engine.block_events import BlockEvent, BlockEvents
 from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.engine_info import EngineInfo
-from multilora_engine.errors import AdapterNotKept, EngineUnavailable, InternalError, RequestError
+from multilora_engine.errors import AdapterNotKept, DeviceDead, EngineUnavailable, InternalError, RequestError
 from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.adapter_sets import AdapterSets
 from multilora_engine.lora.layout import PackedAdapter
@@ -112,6 +112,7 @@ class ServedEngine(Protocol):
     def give_prompt(self, request: GenerationRequest) -> int: ...
     def abort(self, request_id: str) -> TokenOutput | None: ...
     def step(self, on_progress: Callable[[], None]) -> list[TokenOutput]: ...
+    def is_device_dead(self) -> bool: ...
     def note_sent(self) -> None: ...
     def close(self) -> None: ...
 
@@ -156,7 +157,7 @@ _WATCH_POLL_MS = 1000
 """How often an idle engine looks whether a watched folder has changed."""
 
 _MAX_FAILED_STEPS = 2
-"""After this many failed steps in a row the process ends. The device has failed for good; a new process may help."""
+"""After this many failed steps in a row the process ends: a new one may help. It ends at once if the device is dead."""
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +205,9 @@ class EngineServer:
         self._failed_steps = 0
 
     def run(self) -> None:
-        """Serve until the parent process is gone. Raises the error of step() when the engine is beyond help."""
+        """Serve until the parent process is gone. Raises the error of step() when the engine is beyond help, and
+        DeviceDead.
+        """
         while not self._parent_is_gone():
             self._heartbeat.beat()
             self._receive()
@@ -276,13 +279,14 @@ class EngineServer:
                 self._block_watch.begin(front)
 
     def _answer(self, front: bytes, request_id: str, handle: Callable[[], None]) -> None:
-        """Carry out a message. An error in it is the answer to its own request only."""
+        """Carry out a message. An error in it is the answer to its own request only, unless the device is dead."""
         try:
             handle()
         except RequestError as error:
             self._fronts.add(front, error_output(request_id, error))
         except Exception as error:
             logger.exception("request %s failed", request_id)
+            self._check_device(error)
             self._fronts.add(front, error_output(request_id, _internal(error)))
 
     def _add(self, front: bytes, message: Add, payload: memoryview) -> None:
@@ -349,6 +353,7 @@ class EngineServer:
             self._emit([error_output(request.request_id, error)])
         except Exception as error:
             logger.exception("request %s failed", request.request_id)
+            self._check_device(error)
             self._engine.abort(request.request_id)
             self._emit([error_output(request.request_id, _internal(error))])
         else:
@@ -398,6 +403,7 @@ class EngineServer:
         """Fail all requests: after an exception in a step, none of them can be trusted to go on."""
         self._failed_steps += 1
         logger.exception("step failed, %d requests are lost", len(self._routes))
+        self._check_device(error)
         lost = list(self._routes)
         self._emit([error_output(request_id, _internal(error)) for request_id in lost])
         self._fronts.flush()
@@ -405,6 +411,11 @@ class EngineServer:
             raise error
         for request_id in lost:
             self._engine.abort(request_id)
+
+    def _check_device(self, error: Exception) -> None:
+        """Raises DeviceDead if the device died of `error`. The fronts fail all requests when the process has ended."""
+        if self._engine.is_device_dead():
+            raise DeviceDead(f"the device is dead after {type(error).__name__}: {error}") from error
 
     def _emit(self, outputs: list[TokenOutput]) -> None:
         self._telemetry.record([output for output in outputs if not self._is_canarys(output.request_id)])
@@ -458,7 +469,8 @@ def serve(
 ) -> None:
     """Bind the socket and serve until `parent_fd` reaches its end. Count in `usage`, and show life by `heartbeat`.
 
-    After the order to `drain`, no more requests are taken. `on_ready` is called once fronts can connect.
+    After the order to `drain`, no more requests are taken. `on_ready` is called once fronts can connect. Raises as
+    `EngineServer.run`.
     """
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.set(zmq.LINGER, 0)

@@ -188,7 +188,7 @@ def _await_start(process: subprocess.Popen[bytes], launch: bytes) -> None:
         raise ConfigError(f"the engine process ended with status {process.wait()} before it was ready; see its log")
     report: StartReport = msgspec.json.decode(line, type=StartReport)
     if isinstance(report, StartFailed):
-        process.wait()
+        _end(process)
         raise ConfigError(report.reason)
 
 

@@ -84,6 +84,7 @@ def build_manager(
     copy_pages: CopyPages | None = None,
     layout: AdapterLayout = TINY,
     max_loras: int = MAX_LORAS,
+    is_device_dead: Callable[[], bool] = lambda: False,
 ) -> LoRAManager:
     host = HostTier(num_host_pages, layout.page_bytes)
     host.pool.storage.fill_(0xFF)  # NaN in every dtype: what is read must have been written
@@ -91,7 +92,7 @@ def build_manager(
     if num_device_pages is not None:
         device_pool = PagePool(num_device_pages, layout.page_bytes, torch.device("cpu"))
         device_pool.storage.fill_(0xFF)
-    device = DeviceTier(layout, host.pool, device_pool, max_loras, on_event, copy_pages)
+    device = DeviceTier(layout, host.pool, device_pool, max_loras, on_event, copy_pages, is_device_dead)
     return LoRAManager(host, device, on_conflict, on_event, disk)  # type: ignore[arg-type]
 
 
@@ -1047,6 +1048,23 @@ def test_a_copy_that_fails_is_told_once_leaves_nothing_and_can_be_tried_again() 
     assert manager.memory.acquire(adapter)
     assert_tables_hold(manager, adapter, CONTENTS[0][0])
     manager.check_integrity()
+
+
+@pytest.mark.parametrize("fails_when", ["it begins", "it ends", "its adapter is dropped"])
+def test_a_copy_that_fails_on_a_dead_device_is_no_failure_of_its_adapter(fails_when: str) -> None:
+    copies = SteppedCopies()
+    manager = build_manager(6, 4, "refuse", copy_pages=copies, is_device_dead=lambda: True)
+    manager.put(5, CONTENTS[0][1])
+    adapter = manager.pin(5)
+    copies.is_broken = fails_when == "it begins"
+    if fails_when != "it begins":
+        assert not manager.memory.acquire(adapter)
+        copies.step(fails_when == "it ends", RuntimeError("CUDA error: unspecified launch failure"))
+        copies.is_broken = fails_when != "it ends"
+    with pytest.raises(RuntimeError, match="CUDA error: "):
+        manager.device.drop(adapter) if fails_when == "its adapter is dropped" else manager.memory.acquire(adapter)
+    assert manager.stats.device.failures == 0
+    assert not manager.device.has_failures
 
 
 def disk_manager(directory: Path, num_host_pages: int) -> tuple[LoRAManager, SteppedWorkers]:

@@ -11,11 +11,12 @@ import msgspec
 import pytest
 import zmq
 from support.adapters import TINY, wire_adapter
-from support.fake_engine import FAIL_STEP, HOLD, FakeEngine
+from support.fake_engine import BUG, FAIL_STEP, HOLD, FakeEngine
 from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 from support.served_engine import new_heartbeat, served
 from support.sources import NO_BASE
 
+from multilora_engine.errors import DeviceDead
 from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
@@ -86,6 +87,32 @@ def test_a_step_that_raises_fails_the_requests_in_it_and_later_ones_are_served(c
     assert later.wait()[-1].finish_reason == "length"
 
 
+def error_that_ends(engine: FakeEngine, socket_path: Path, send: Callable[[EngineClient], None]) -> Exception:
+    """The error that ends an engine after a client has sent something."""
+    parent_fd, writer_fd = os.pipe()
+    raised: list[Exception] = []
+    drain = DrainOrder(socket_path)
+
+    def run() -> None:
+        try:
+            serve(engine, socket_path, parent_fd, AdapterUsage(max_adapters=2), new_heartbeat(), drain)
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    client = EngineClient(socket_path)
+    client.wait_until_ready(TIMEOUT_S)
+    send(client)
+    thread.join(TIMEOUT_S)
+    client.close()
+    drain.close()
+    os.close(parent_fd)
+    os.close(writer_fd)
+    (error,) = raised
+    return error
+
+
 def test_an_engine_whose_steps_keep_failing_ends(socket_path: Path) -> None:
     class Broken(FakeEngine):
         def step(self, on_progress: Callable[[], None]) -> list[object]:
@@ -94,28 +121,25 @@ def test_an_engine_whose_steps_keep_failing_ends(socket_path: Path) -> None:
         def abort(self, request_id: str) -> None:
             return None
 
-    parent_fd, writer_fd = os.pipe()
-    raised: list[Exception] = []
-    drain = DrainOrder(socket_path)
-
-    def run() -> None:
-        try:
-            serve(Broken(), socket_path, parent_fd, AdapterUsage(max_adapters=2), new_heartbeat(), drain)
-        except RuntimeError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    client, listener = EngineClient(socket_path), RecordingListener()
-    client.wait_until_ready(TIMEOUT_S)
-    client.generate(listener, [generation_request("r", [1])])
-    thread.join(TIMEOUT_S)
-    assert [str(error) for error in raised] == ["the device is gone for good"]
+    listener = RecordingListener()
+    error = error_that_ends(
+        Broken(), socket_path, lambda client: client.generate(listener, [generation_request("r", [1])])
+    )
+    assert str(error) == "the device is gone for good"
     assert len(listener.wait()) == 1
-    client.close()
-    drain.close()
-    os.close(parent_fd)
-    os.close(writer_fd)
+
+
+@pytest.mark.parametrize("first_token", [FAIL_STEP, BUG])
+def test_an_engine_whose_device_is_dead_ends_at_once(socket_path: Path, first_token: int) -> None:
+    """After a step, or the acceptance of one request: not one request more is lost than those in flight."""
+    engine, listener = FakeEngine(), RecordingListener()
+    engine.has_dead_device = True
+    error = error_that_ends(
+        engine, socket_path, lambda client: client.generate(listener, [generation_request("r", [first_token])])
+    )
+    assert isinstance(error, DeviceDead)
+    assert str(error).startswith("the device is dead after RuntimeError: ")
+    assert [output.error_code for output in listener.wait()] == ["UNAVAILABLE"]
 
 
 def test_the_requests_of_a_front_that_is_gone_are_aborted(

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from support import fake_engine
-from support.fake_engine import DIE, HANG, HOLD
+from support.fake_engine import DIE, HANG, HOLD, KILL_DEVICE
 from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 
 from multilora_engine.errors import ConfigError
@@ -72,6 +72,26 @@ def test_a_dead_engine_fails_what_is_in_flight_once_and_the_next_one_serves_unti
     process.close()
     assert [output.error_code for output in last.wait()] == ["UNAVAILABLE"]
     assert process.generation == 2
+    client.close()
+
+
+def test_one_failed_step_on_a_dead_device_ends_the_engine_and_the_next_one_serves(
+    engine_process: EngineProcessFactory, socket_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = engine_process()
+    process.start()
+    client = EngineClient(socket_path)
+    client.wait_until_ready(TIMEOUT_S)
+    waiting, deadly, later = (RecordingListener() for _ in range(3))
+    client.generate(waiting, [generation_request("waiting", [HOLD])])
+    client.generate(deadly, [generation_request("deadly", [KILL_DEVICE])])
+    assert [output.error_code for output in waiting.wait()] == ["UNAVAILABLE"]
+    assert [output.error_code for output in deadly.wait()] == ["UNAVAILABLE"]
+    client.wait_until_ready(TIMEOUT_S)
+    client.generate(later, [generation_request("later", [1])])
+    assert later.wait()[-1].finish_reason == "length"
+    assert process.generation == 2
+    assert "engine 1 ended with status 1" in caplog.text
     client.close()
 
 

@@ -1,0 +1,64 @@
+"""What an error of the device means: memory that ran out, which the next step may have again, or the device's end.
+
+After some errors of a kernel a GPU fails every later call, whatever it is for, until the process ends: in CUDA's words
+the error is sticky. It may come up in a copy that is as sound as before. So after a failure the device is asked.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+
+import torch
+
+from multilora_engine.batch.transfer import FromDevice, to_device
+
+_NO_MEMORY = re.compile(
+    r"DefaultCPUAllocator: can't allocate memory"
+    r"|(?:CUDA error|CUDA driver error|Triton Error \[CUDA\]): out of memory"
+    r"|CUBLAS_STATUS_ALLOC_FAILED"
+)
+"""In the text of a RuntimeError: of torch's allocator for a CPU, of calls of CUDA and of Triton, and of cuBLAS."""
+
+_LIMIT_S = 10.0
+"""Longer than a healthy device takes for the steps in flight, and shorter than a watchdog waits."""
+
+_logger = logging.getLogger(__name__)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, of the host or of the device."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+    )
+
+
+def is_device_dead(device: torch.device, limit_s: float = _LIMIT_S) -> bool:
+    """Whether a device computes nothing any more, so that only a new process may help. Logs why.
+
+    Sends a number there and back, behind the device's earlier work. A device is dead if that fails for another reason
+    than memory, or takes longer than `limit_s` seconds.
+    """
+    answers: list[Exception | None] = []
+
+    def ask() -> None:
+        try:
+            FromDevice(to_device(torch.ones(1), device)).wait()
+        except Exception as error:
+            answers.append(error)
+        else:
+            answers.append(None)
+
+    # A call of a device that hangs does not come back: a thread of its own waits for it.
+    thread = threading.Thread(target=ask, name="device-probe", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if not answers:
+        _logger.error("%s is dead: a number that was sent there has not come back after %g s", device, limit_s)
+        return True
+    (error,) = answers
+    if error is None or is_out_of_memory(error):
+        return False
+    _logger.error("%s is dead: a number cannot be sent there and back: %s: %s", device, type(error).__name__, error)
+    return True

@@ -1,0 +1,170 @@
+"""An engine on a device that fails: in a copy, a step or a read-back, for once or for good, or for want of memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from support.engines import run_all
+from support.faulty_device import ILLEGAL_ACCESS, NO_MEMORY, FaultyDevice, Place
+
+from checkpoints.tiny_llama import save_tiny_llama
+from multilora_engine.batch import transfer
+from multilora_engine.config import EngineConfig
+from multilora_engine.engine.build import _unless_it_fails
+from multilora_engine.engine.engine import Engine
+from multilora_engine.execution.device_probe import is_device_dead, is_out_of_memory
+from multilora_engine.execution.self_test import GraphFault
+from multilora_engine.request import GenerationRequest, SamplingParams
+
+CPU = torch.device("cpu")
+PLACES = get_args(Place)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FaultyDevice:
+    return FaultyDevice(monkeypatch)
+
+
+@pytest.fixture
+def engine(device: FaultyDevice, checkpoint: Path, default_model_dir: Path) -> Iterator[Engine]:
+    engine = Engine(
+        EngineConfig(
+            model_path=checkpoint,
+            tokenizer_path=default_model_dir,
+            enable_async_scheduling=True,
+            kv_cache_memory_bytes=1 << 20,  # type: ignore[arg-type]
+        )
+    )
+    yield engine
+    engine.close()
+
+
+def request(name: str) -> GenerationRequest:
+    return GenerationRequest(name, [3, 1, 4, 1, 5], SamplingParams(max_tokens=6, end_id=-1))
+
+
+def run_out(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_sticky_error_is_raised_and_the_device_is_told_to_be_dead(
+    engine: Engine, device: FaultyDevice, place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not engine.is_device_dead()
+    engine.add_request(request("r"))
+    engine.step()
+    device.fail(place, RuntimeError(ILLEGAL_ACCESS), is_sticky=True)
+    with pytest.raises(RuntimeError, match=ILLEGAL_ACCESS):
+        run_out(engine)
+    assert engine.is_device_dead()
+    assert f"cpu is dead: a number cannot be sent there and back: RuntimeError: {ILLEGAL_ACCESS}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        *((place, torch.OutOfMemoryError("CUDA out of memory")) for place in PLACES),
+        *(("step", RuntimeError(text)) for text in NO_MEMORY),
+    ],
+)
+def test_without_memory_the_requests_of_the_step_fail_and_the_next_ones_are_served(
+    engine: Engine, device: FaultyDevice, place: Place, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = run_all(engine, [request("before")])["before"].token_ids
+    device.fail(place, error)
+    (answer,) = run_all(engine, [request("lost")]).values()
+    assert answer.final is not None
+    assert answer.final.error_code == "INTERNAL"
+    assert "the step ran out of memory: " in str(answer.final.error_message)
+    assert device.num_failed == 1
+    assert "a step of 1 sequences ran out of memory" in caplog.text
+    assert not engine.is_device_dead()
+    assert run_all(engine, [request("after")])["after"].token_ids == expected
+
+
+@pytest.mark.parametrize("place", ["step", "read"])
+def test_a_dead_device_that_tells_of_memory_first_fails_no_single_step(
+    engine: Engine, device: FaultyDevice, monkeypatch: pytest.MonkeyPatch, place: Place
+) -> None:
+    """As cuBLAS may, whose handle cannot be made on a dead device."""
+    engine.add_request(request("r"))
+    monkeypatch.setattr(engine, "is_device_dead", lambda: True)
+    device.fail(place, RuntimeError(NO_MEMORY[-1]))
+    with pytest.raises(RuntimeError, match="CUBLAS_STATUS_ALLOC_FAILED"):
+        run_out(engine)
+
+
+def test_an_error_that_passes_leaves_the_device_alive(engine: Engine, device: FaultyDevice) -> None:
+    """The engine's requests cannot be trusted to go on, and later ones are served."""
+    engine.add_request(request("lost"))
+    device.fail("step", RuntimeError("CUDA error: invalid argument"))
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        engine.step()
+    assert not engine.is_device_dead()
+    engine.abort("lost")
+    assert run_all(engine, [request("after")])["after"].token_ids
+
+
+def test_a_probe_that_finds_no_memory_finds_a_device(device: FaultyDevice) -> None:
+    device.fail("send", torch.OutOfMemoryError("CUDA out of memory"), is_sticky=True)
+    assert not is_device_dead(CPU)
+    assert device.num_failed == 1
+
+
+def test_a_device_that_hangs_is_dead(
+    device: FaultyDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    end = threading.Event()
+
+    class Event:
+        def synchronize(self) -> None:
+            end.wait()
+
+    monkeypatch.setattr(transfer, "_recorded_event", Event)
+    assert is_device_dead(CPU, limit_s=0.05)
+    assert "cpu is dead: a number that was sent there has not come back after 0.05 s" in caplog.text
+    end.set()
+
+
+@pytest.mark.parametrize("text", ["CUDA error: an illegal memory access was encountered", "out of memory", ""])
+def test_other_errors_are_no_want_of_memory(text: str) -> None:
+    assert not is_out_of_memory(RuntimeError(text))
+    assert not is_out_of_memory(ValueError(NO_MEMORY[0]))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: operation not permitted"), GraphFault("other logits")])
+@pytest.mark.parametrize("is_sticky", [False, True])
+@pytest.mark.parametrize("choice", ["auto", True])
+def test_graphs_that_fail_are_left_out_only_where_they_may_be_and_the_device_is_alive(
+    checkpoint: Path,
+    device: FaultyDevice,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    is_sticky: bool,
+    choice: object,
+) -> None:
+    config = EngineConfig(model_path=checkpoint, enable_cuda_graphs=choice)  # type: ignore[arg-type]
+
+    def capture() -> None:
+        device.fail("step", error, is_sticky)
+        device.call("step")
+
+    if is_sticky or choice is True:
+        with pytest.raises(type(error)):
+            _unless_it_fails(capture, config, "decode steps", CPU)
+        assert "launched kernel by kernel" not in caplog.text
+    else:
+        assert _unless_it_fails(capture, config, "decode steps", CPU) is None
+        assert f"which is slower: CUDA graphs failed: {error}" in caplog.text
