@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from multilora_engine.engine.build import (
     dtype_name,
     may_have_graphs,
 )
-from multilora_engine.engine.memory import MemoryPlan, give_back_freed_memory, plan_memory
+from multilora_engine.engine.memory import MemoryPlan, give_back_freed_memory, plan_memory, wait_for_freed_memory
 from multilora_engine.engine_info import CallLimits, ClientPolicy, EngineInfo, read_version
 from multilora_engine.errors import ConfigError
 from multilora_engine.execution.self_test import check_operators, faults_named
@@ -68,6 +69,9 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     wait_for_config = begin_model_config(config.model_path, config.model_implementation)
     if device.type == "cpu":
         _prepare_cpu(config)
+    else:
+        # A restart comes before the driver has taken back what the dead process had.
+        wait_for_freed_memory(partial(torch.cuda.mem_get_info, device))
     tokenizer_path = config.tokenizer_path or config.model_path
     tokenizer = Tokenizer(tokenizer_path)
     model_config = wait_for_config()

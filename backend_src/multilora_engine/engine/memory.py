@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,6 +32,30 @@ def available_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
     """
     machine = _fields(proc / "meminfo")["MemAvailable"] * 1024
     return max(0, min([machine, *_left_in_groups(proc, groups)]))
+
+
+def wait_for_freed_memory(memory: Callable[[], tuple[int, int]], pause: Callable[[float], None] = time.sleep) -> None:
+    """Wait until the memory of a GPU that an ended process had is free: until its free bytes grow no more.
+
+    memory: free bytes and all bytes, as `torch.cuda.mem_get_info` tells. Returns at once if nobody else has any.
+    """
+    first, total = memory()
+    before, num_looks, num_quiet = first, 0, 0
+    while total - before > _CONTEXT_BYTES and num_quiet < _QUIET_LOOKS and num_looks < _MOST_LOOKS:
+        pause(_LOOK_S)
+        free, _ = memory()
+        num_looks, num_quiet = num_looks + 1, 0 if free - before > _GROWTH_BYTES else num_quiet + 1
+        before = free
+    if num_looks:
+        _logger.log(
+            logging.WARNING if num_looks == _MOST_LOOKS else logging.INFO,
+            "waited %.1f s for other processes' memory of the GPU: %.2f GiB became free, %.2f of %.2f GiB are free%s",
+            num_looks * _LOOK_S,
+            max(0, before - first) / _GIB,
+            before / _GIB,
+            total / _GIB,
+            ", and more may follow: the KV cache may be smaller than it could be" if num_looks == _MOST_LOOKS else "",
+        )
 
 
 def give_back_freed_memory() -> None:
@@ -67,6 +92,15 @@ _CPU_KV_CACHE_BYTES = 1 << 30
 _GIB = 1 << 30
 _FEWEST_TOKENS = 128
 """Of a sequence, unless `max_model_len` asks for fewer: a chat template alone takes dozens."""
+
+_LOOK_S, _QUIET_LOOKS, _MOST_LOOKS = 0.5, 4, 60
+"""Between two looks at the memory that an ended process had; in a row that see it grow no more; in all."""
+
+_CONTEXT_BYTES = 1 << 30
+"""More than a process takes of an empty GPU before it loads anything."""
+
+_GROWTH_BYTES = 16 << 20
+"""Processes that serve take and free as much at any time."""
 
 _USUAL_RANK = 16
 _LEAST_DEVICE_SHARE, _LARGEST_DEVICE_SHARE = 0.05, 0.5

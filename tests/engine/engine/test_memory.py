@@ -14,7 +14,7 @@ from pydantic import ByteSize
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig, on_device
 from multilora_engine.engine import memory
-from multilora_engine.engine.memory import MemoryPlan, divide_gpu, plan_memory
+from multilora_engine.engine.memory import MemoryPlan, divide_gpu, plan_memory, wait_for_freed_memory
 from multilora_engine.errors import ConfigError
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora_config import LoRAConfig
@@ -171,6 +171,30 @@ def test_a_gpu_keeps_free_what_steps_need_and_tells_what_is_left(checkpoint: Pat
     smaller = config.model_copy(update={"kv_cache_memory_bytes": ByteSize(kv_bytes - (1 << 30))})
     divided = divide_gpu(smaller, pages, free=60 << 30, total=80 << 30, step_bytes=10 << 30)
     assert divided == (kv_bytes - (1 << 30), num_pages, 1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "num_looks", "told"),
+    [
+        ([79.5], 0, None),
+        ([12, 12], 4, "0.00 GiB became free, 12.00 of 80.00 GiB are free"),
+        ([3, 3, 3, 3, 20, 20.01, 79.7], 6, "waited 3.0 s for .*: 76.70 GiB became free, 79.70 of 80.00 GiB are free"),
+        ([3, 41, 30, 40, 39], 7, "36.00 GiB became free, 39.00 of 80.00 GiB are free"),
+        ([0.5 + look for look in range(70)], 60, "waited 30.0 s .* 60.50 of 80.00 GiB are free, and more may follow"),
+    ],
+)
+def test_a_start_waits_until_the_memory_of_an_ended_process_is_free(
+    free_gib: list[float], num_looks: int, told: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    seen = [int(gib * (1 << 30)) for gib in free_gib]
+    pauses: list[float] = []
+    wait_for_freed_memory(lambda: (seen[min(len(pauses), len(seen) - 1)], 80 << 30), pauses.append)
+    assert pauses == [0.5] * num_looks
+    assert len(caplog.records) == (told is not None)
+    if told is not None:
+        assert re.search(told, caplog.text)
+        assert (caplog.records[0].levelname == "WARNING") == (num_looks == 60)
 
 
 def kv_plan(checkpoint: Path, num_tokens: int, max_model_len: int = 0) -> int:
