@@ -119,7 +119,9 @@ class Engine:
             PromptWaits(),
         )
         self._runner = build_model_runner(base.model, config, base.plan, base.device, self._loras.device)
-        self.weights = UnpackedWeights(base.model, base.plan.spare_bytes, base.device, self._note_switched_weights)
+        self.weights = UnpackedWeights(
+            base.model, base.plan.spare_bytes, base.device, self._blocks.forget_known, self._runner.num_graphs > 0
+        )
         self._runs_ahead = config.enable_async_scheduling is True
         self._in_flight: _StepInFlight | None = None
         make_compiler = partial(GuideCompiler, base.tokenizer, base.config.vocab_size)
@@ -303,11 +305,6 @@ class Engine:
             self._scheduler,
             self._live,
         )
-
-    def _note_switched_weights(self) -> None:
-        """Products have other last bits from now on. Graphs were captured with codes."""
-        self._blocks.forget_known()
-        self._runner.replays_graphs = not self.weights.stats.unpacked_bytes
 
     def _note_step(self, step: list[ScheduledSequence]) -> None:
         now_ns = time.monotonic_ns()

@@ -11,7 +11,7 @@ import torch
 
 from multilora_engine.engine.engine_stats import WeightInfo, WeightStats
 from multilora_engine.engine.memory import available_memory
-from multilora_engine.errors import InternalError, InvalidRequest, UnpackedWeightsFull, WeightsBusy
+from multilora_engine.errors import InternalError, InvalidRequest, UnpackedWeightsFull, Unsupported, WeightsBusy
 from multilora_engine.execution.device_probe import is_out_of_memory
 from multilora_engine.models.model import Model
 from multilora_engine.models.weights import WeightSwitch
@@ -33,13 +33,22 @@ class UnpackedWeights:
     """
 
     def __init__(
-        self, model: Model, max_bytes: int, device: torch.device, on_switch: Callable[[], None] = lambda: None
+        self,
+        model: Model,
+        max_bytes: int,
+        device: torch.device,
+        on_switch: Callable[[], None] = lambda: None,
+        has_graphs: bool = False,
     ) -> None:
-        """max_bytes: of all floats together. device: of the model. on_switch: called after weights were switched."""
+        """max_bytes: of all floats together. device: of the model. on_switch: called after weights were switched.
+
+        has_graphs: whether steps are replayed as they were captured, with codes. No weight is unpacked then.
+        """
         self._model = model
         self._switches = list(model.weight_switches)
         self._places = {name: place for place, switch in enumerate(self._switches) for name in switch.names}
-        self._max_bytes = max_bytes
+        self._max_bytes = 0 if has_graphs else max_bytes
+        self._has_graphs = has_graphs
         self._device = device
         self._on_switch = on_switch
         self._packed_bytes = sum(model.weight_bytes.values())
@@ -64,9 +73,15 @@ class UnpackedWeights:
     def unpack(self, patterns: Sequence[str]) -> PendingWeights:
         """Make floats of the weights.
 
-        Raises as `pack`, and UnpackedWeightsFull where memory does not hold them; nothing has changed then.
+        Raises as `pack`, Unsupported beside graphs, and UnpackedWeightsFull where memory does not hold them; nothing
+        has changed then.
         """
         found = self._find(patterns)
+        if self._has_graphs:
+            raise Unsupported(
+                "the weights stay codes: this server replays its GPU's steps as CUDA graphs, which multiply codes, and "
+                "steps without graphs would take several times as long"
+            )
         self._check_idle()
         new = [switch for switch in found if switch.floats is None]
         needed = sum(switch.codes.unpacked_nbytes for switch in new)

@@ -38,8 +38,7 @@ class ModelRunner:
         kv_memory: MemoryAhead | None = None,
         counts: TokenCounts | None = None,
     ) -> None:
-        """graphs, pieces: of the model's steps over this cache; other steps are computed kernel by kernel, and all
-        while `replays_graphs` is false: the model's weights are others than those of the capture.
+        """graphs, pieces: of the model's steps over this cache; other steps are computed kernel by kernel.
 
         kv_memory: of this cache, if its memory is taken as it is used. counts: None where the host knows every token
         before the next one is chosen, and counts.
@@ -53,7 +52,6 @@ class ModelRunner:
         self._kv_memory = kv_memory
         self._counts = counts
         self._device = kv_cache.keys.device
-        self.replays_graphs = True
 
     def take_kv_memory(self) -> None:
         """Take the memory of the whole KV cache now, if it is taken as it is used."""
@@ -94,7 +92,7 @@ class ModelRunner:
         return Choice(logits, sampled, self._model.config.end_token_ids, tokens)
 
     def _forward(self, batch: ForwardBatch, on_layer: Callable[[], None]) -> torch.Tensor:
-        if not self.replays_graphs or batch.own_ropes:  # Graphs have the base's angles.
+        if batch.own_ropes:  # Graphs have the base's angles.
             return self._model.forward(batch, self._kv_cache, on_layer)
         if self._graphs is not None and self._graphs.serves(batch):
             on_layer()

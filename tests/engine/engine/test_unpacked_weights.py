@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from multilora_engine.engine import unpacked_weights
 from multilora_engine.engine.engine import Engine
-from multilora_engine.errors import InvalidRequest, UnpackedWeightsFull, WeightsBusy
+from multilora_engine.engine.unpacked_weights import UnpackedWeights
+from multilora_engine.errors import InvalidRequest, UnpackedWeightsFull, Unsupported, WeightsBusy
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
@@ -147,14 +148,15 @@ def test_a_prompt_after_a_switch_reuses_nothing_from_before(
     assert num_hits() == 48
 
 
-def test_graphs_are_replayed_while_all_weights_are_codes(engine: Engine) -> None:
-    """They were captured with codes."""
-    assert engine._runner.replays_graphs
-    unpack(engine, "*.down_proj")
-    engine.weights.pack(["model.layers.0.*"])
-    assert not engine._runner.replays_graphs
-    engine.weights.pack(["*"])
-    assert engine._runner.replays_graphs
+def test_no_weight_is_unpacked_beside_graphs_which_were_captured_with_codes(engine: Engine) -> None:
+    weights = UnpackedWeights(engine._runner._model, 1 << 30, torch.device("cpu"), has_graphs=True)
+    with pytest.raises(Unsupported, match="the weights stay codes: this server replays its GPU's steps as CUDA graphs"):
+        weights.unpack(["*.down_proj"])
+    with pytest.raises(InvalidRequest, match="no quantised weight of the model is named"):
+        weights.unpack(["model.layers.9.*"])
+    assert weights.stats.max_unpacked_bytes == 0
+    assert all(weight.unpacked_bytes == 0 for weight in weights.pack(["*"]))
+    weights.close()
 
 
 def test_a_glob_means_the_modules_that_lie_together_and_the_list_tells_of_both_forms(engine: Engine) -> None:
