@@ -69,7 +69,7 @@ from multilora_kernels.huge_pages import HugePages
 from multilora_kernels.kv_rows import kv_head_dim, kv_row_size, load_rows, store_rows
 from multilora_kernels.linear import PackedWeight, activation_dtype, packed_embedding, packed_linear
 from multilora_kernels.lora_linear import lora_linear
-from multilora_kernels.lora_segments import lora_segments
+from multilora_kernels.lora_segments import lora_segments, step_segments
 from multilora_kernels.memory_ahead import MemoryAhead
 from multilora_kernels.packed_experts import PackedExperts
 from multilora_kernels.penalties import LARGEST_LOGIT, forbid_tokens, penalise_tokens
@@ -146,5 +146,6 @@ __all__ = [
     "rule_parameters",
     "sample_tokens",
     "silu_mul",
+    "step_segments",
     "store_rows",
 ]

@@ -29,8 +29,10 @@ from multilora_kernels.segments import (
     CHUNK_SIZE,
     MAX_DECODE_TOKENS,
     PREFILL_CHUNK_SIZE,
+    ROWS,
     LoRASegments,
     reference_segments,
+    rows_of,
 )
 from multilora_kernels.shrink import lora_shrink
 from multilora_kernels.step_inputs import StepInputs, fill_step_inputs
@@ -82,7 +84,7 @@ class OperatorShapes:
     experts: ExpertShapes | None = None
 
 
-_CHUNK_SIZES = (CHUNK_SIZE, PREFILL_CHUNK_SIZE)
+_CHUNK_SIZES = (CHUNK_SIZE, PREFILL_CHUNK_SIZE, ROWS)
 _SEGMENTED_ROWS = (MAX_DECODE_TOKENS + 88, 2100)
 """The tokens of batches with prompts. Their kernels have other tile sizes than the kernels of decodes."""
 
@@ -125,7 +127,7 @@ def _of_adapters(shapes: OperatorShapes) -> Iterator[Comparison]:
     of_rows = dict.fromkeys((shapes.num_rows, *shapes.more_rows))
     for (in_features, slice_sizes), rows, chunk_size in itertools.product(shapes.linears, of_rows, _CHUNK_SIZES):
         described = (
-            f"{in_features} inputs, outputs {slice_sizes}, {rows} rows in chunks of {chunk_size}, "
+            f"{in_features} inputs, outputs {slice_sizes}, {rows} rows {_cut(chunk_size)}, "
             f"ranks {_ranks(shapes)}, {shapes.dtype}, {shapes.lora_dtype}"
         )
         batch = partial(_LoRABatch, shapes, in_features, slice_sizes, rows, chunk_size)
@@ -431,8 +433,14 @@ def _compare_segments(num_rows: int, generator: torch.Generator) -> Results:
     return found, wanted, 1e-9
 
 
+def _cut(chunk_size: int) -> str:
+    return "by themselves" if chunk_size == ROWS else f"in chunks of {chunk_size}"
+
+
 def _segments(mapping: torch.Tensor, num_loras: int, chunk_size: int) -> LoRASegments:
     """By the reference: an operator that takes them is not to fail for theirs."""
+    if chunk_size == ROWS:
+        return rows_of(mapping)
     capacity = min(len(mapping), num_loras + len(mapping) // chunk_size)
     return reference_segments(mapping, num_loras, chunk_size, capacity)
 

@@ -1,4 +1,4 @@
-"""`lora_segments`: the tokens of a step sorted by adapter, once for all layers."""
+"""`lora_segments`: the tokens of a step sorted by adapter, once for all layers; `step_segments`: or its rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 
 from multilora_kernels.dispatch import compiled_for, gpu_operator
 from multilora_kernels.interpreter import has_gpu_operators
-from multilora_kernels.segments import LoRASegments, capacity_of, chunk_size_of, reference_segments
+from multilora_kernels.segments import LoRASegments, capacity_of, chunk_size_of, reference_segments, rows_of
+from multilora_kernels.tables import LoRATables
 
 
 def lora_segments(token_lora_mapping: torch.Tensor, max_loras: int, chunk_size: int | None = None) -> LoRASegments:
@@ -36,3 +37,18 @@ def lora_segments(token_lora_mapping: torch.Tensor, max_loras: int, chunk_size: 
         permutation, starts, lengths, indices = sort(token_lora_mapping.contiguous(), max_loras, chunk_size, capacity)
         return LoRASegments(permutation, starts, lengths, indices, num_tokens, chunk_size)
     return reference_segments(token_lora_mapping, max_loras, chunk_size, capacity)
+
+
+def step_segments(token_lora_mapping: torch.Tensor, tables: LoRATables, has_prompts: bool) -> LoRASegments:
+    """The tokens of a step as its linears take them: each row by itself, or `lora_segments`.
+
+    On a GPU, few rows without a prompt, of which several seldom share an adapter, are taken by themselves. The table
+    of the GPU says how many (`cuda.block_sizes.takes_rows`). Their adapters play no part: a captured graph replays for
+    any mix.
+    """
+    if has_gpu_operators(token_lora_mapping.device) and not has_prompts:
+        from multilora_kernels.cuda.block_sizes import capability, takes_rows
+
+        if takes_rows(len(token_lora_mapping), tables.max_rank, capability(token_lora_mapping.device)):
+            return rows_of(token_lora_mapping)
+    return lora_segments(token_lora_mapping, max_loras=len(tables.rank))

@@ -17,7 +17,7 @@ from multilora_kernels.adapter_codes import CODE_BITS, dequantize_a, dequantize_
 from multilora_kernels.kv_rows import kv_head_dim, load_rows, store_rows
 from multilora_kernels.penalties_reference import forbid_tokens, penalise_tokens
 from multilora_kernels.sampling_reference import sample_tokens
-from multilora_kernels.segments import LoRASegments, reference_segments
+from multilora_kernels.segments import ROWS, LoRASegments, reference_segments
 from multilora_kernels.step_inputs_reference import fill_step_inputs
 from multilora_kernels.tables import ExpertLoRA, LoRATables
 
@@ -372,6 +372,9 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _chunks(segments: LoRASegments) -> list[tuple[torch.Tensor, int]]:
+    if segments.chunk_size == ROWS:
+        rows = enumerate(segments.chunk_lora_index.tolist())
+        return [(torch.tensor([row]), lora_index) for row, lora_index in rows if lora_index >= 0]
     starts, lengths = segments.chunk_start.tolist(), segments.chunk_length.tolist()
     return [
         (segments.permutation[start : start + length].long(), lora_index)

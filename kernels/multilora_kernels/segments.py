@@ -12,6 +12,9 @@ CHUNK_SIZE = 16
 PREFILL_CHUNK_SIZE = 64
 """Tokens of a chunk in prefill batches, where a larger tile reads an adapter fewer times."""
 
+ROWS = 0
+"""In the place of the tokens of a chunk: the batch is not cut, each row is taken by itself."""
+
 MAX_DECODE_TOKENS = 512
 """Batches of more tokens are cut for prefill. The number of tokens decides, never their adapters:
 a captured CUDA graph replays for any mix."""
@@ -32,7 +35,8 @@ class LoRASegments(NamedTuple):
     chunk_start, chunk_length, chunk_lora_index: [capacity] int32; capacity depends only on the number of tokens and of
         adapters, so a captured CUDA graph replays for any mix. Chunks past the last have length 0 and lora_index -1.
     num_tokens: rows of the batch.
-    chunk_size: no chunk is longer.
+    chunk_size: no chunk is longer. Where it is `ROWS`, the tokens are neither sorted nor cut: `chunk_lora_index` is
+        token_lora_mapping itself, and the other three are empty.
     """
 
     permutation: torch.Tensor
@@ -46,6 +50,12 @@ class LoRASegments(NamedTuple):
 def chunk_size_of(num_tokens: int) -> int:
     """The chunks of a batch of so many tokens."""
     return CHUNK_SIZE if num_tokens <= MAX_DECODE_TOKENS else PREFILL_CHUNK_SIZE
+
+
+def rows_of(token_lora_mapping: torch.Tensor) -> LoRASegments:
+    """Each row by itself, for a GPU: no work, and what is captured reads the values that the mapping then has."""
+    empty = token_lora_mapping[:0]
+    return LoRASegments(empty, empty, empty, token_lora_mapping, len(token_lora_mapping), ROWS)
 
 
 def capacity_of(num_tokens: int, max_loras: int, chunk_size: int) -> int:

@@ -25,9 +25,9 @@ from multilora_kernels import (
     expert_mlp,
     lora_apply,
     lora_linear,
-    lora_segments,
     packed_linear,
     route,
+    step_segments,
 )
 
 VOCAB_SIZE = 128256
@@ -145,8 +145,9 @@ class Batch:
         # Once: an engine does not look for its linears in every step either.
         self.linears = _linears(model)
         mapping = (torch.arange(workload.num_tokens) % workload.num_adapters).to(device)
-        self.segments: LoRASegments = lora_segments(mapping, workload.num_adapters)
         self.tables: LoRATables = _tables(workload, lora_dtype, device)
+        # Few rows are those of a step of decodes.
+        self.segments: LoRASegments = step_segments(mapping, self.tables, has_prompts=False)
         self.x = [torch.randn(workload.num_tokens, s.in_features, device=device).to(dtype) for s in model.linears]
         self.y = [torch.zeros(workload.num_tokens, s.out_features, device=device, dtype=dtype) for s in model.linears]
 

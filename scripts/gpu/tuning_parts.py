@@ -19,8 +19,7 @@ from gpu.kernel_parts import TINY_MODEL, expand_all, shrink_all
 from gpu.machine import Machine, Row
 from gpu.report import PLAN
 from multilora_kernels.cuda.block_sizes import BlockSizes, Operator, block_sizes, capability, entry_with_plans
-from multilora_kernels.cuda.update import lora_update
-from multilora_kernels.segments import CHUNK_SIZE
+from multilora_kernels.segments import ROWS
 
 _RANK, _ANY_WIDTH = 16, 1 << 20
 _ROWS, _DRY_ROWS = (8, 64), (2,)
@@ -29,14 +28,9 @@ _ROWS, _DRY_ROWS = (8, 64), (2,)
 _COLD_BYTES = 256 << 20
 """Adapters that a step reads, several times what caches hold: as those of a model's layers, none is in one."""
 
-_ALL_REGISTERS = 255
-"""Of a thread: the table's limit was found for other tiles."""
-
 _CHOICES: dict[Operator, dict[str, list[int]]] = {
-    "shrink": {"BLOCK_K": [128, 256, 512], "num_warps": [2, 4, 8], "num_stages": [2, 4]},
-    # On an H200 two warps were the quicker the fewer registers they had, down to 128.
-    "expand": {"BLOCK_N": [128, 256, 512], "num_warps": [2, 4, 8], "num_stages": [2], "maxnreg": [128, _ALL_REGISTERS]},
-    "update": {"BLOCK_K": [256, 512], "BLOCK_N": [128, 256], "num_warps": [4, 8], "num_stages": [3, 4]},
+    "shrink": {"BLOCK_R": [4, 8, 16], "RANK_SPLITS": [1, 2], "num_warps": [2, 4, 8]},
+    "expand": {"BLOCK_N": [256, 512, 1024], "num_warps": [2, 4, 8]},
 }
 
 
@@ -74,7 +68,7 @@ def tune(machine: Machine) -> Iterator[Row]:
             times.setdefault((operator, candidate.width), {})[sizes] = seconds
             yield Row(f"{operator}, {candidate.width} inputs", seconds * 1e6, "us", note=sizes)
         plans = _PLANS[operator](times, sorted(batches), functools.partial(_table_sizes, machine, operator))
-        yield Row(PLAN, note=json.dumps(entry_with_plans(operator, "decode", gpu, plans)))
+        yield Row(PLAN, note=json.dumps(entry_with_plans(operator, "rows", gpu, plans)))
 
 
 _Times = dict[tuple[Operator, int], dict[str, float]]
@@ -93,18 +87,7 @@ def expand_plans(times: _Times, widths: list[int], table: _TableSizes) -> list[d
     return [_plan(_ANY_WIDTH, _expand_sizes(times, widths), table(widths[0]))]
 
 
-def update_plans(times: _Times, widths: list[int], table: _TableSizes) -> list[dict[str, Any]]:
-    """With two launches where a shrink and an expand, each with its best tiles, take less time than the best update."""
-    plans = []
-    for width in widths:
-        sizes = _quickest(times["update", width])
-        two_launches = min(times["shrink", width].values()) + times["expand", width][_expand_sizes(times, widths)]
-        is_two = two_launches < times["update", width][sizes]
-        plans.append(_plan(width, sizes, table(width)) | ({"num_launches": 2} if is_two else {}))
-    return plans
-
-
-_PLANS = {"shrink": shrink_plans, "expand": expand_plans, "update": update_plans}
+_PLANS = {"shrink": shrink_plans, "expand": expand_plans}
 
 
 def _expand_sizes(times: _Times, widths: list[int]) -> str:
@@ -129,14 +112,13 @@ def _candidates(machine: Machine) -> Iterator[_Candidate]:
     for operator, choices in _CHOICES.items():
         for width in _linears(machine):
             table = _table_sizes(machine, operator, width)
-            free = table | ({"maxnreg": _ALL_REGISTERS} if "maxnreg" in table else {})
-            others = [free | dict(zip(choices, each, strict=True)) for each in itertools.product(*choices.values())]
+            others = [table | dict(zip(choices, each, strict=True)) for each in itertools.product(*choices.values())]
             for sizes in [table, *([] if machine.is_dry else others)]:
                 yield _Candidate(operator, width, sizes)
 
 
 def _table_sizes(machine: Machine, operator: Operator, width: int) -> BlockSizes:
-    return block_sizes(operator, CHUNK_SIZE, _RANK, capability(machine.device), width, max(_ROWS))
+    return block_sizes(operator, ROWS, _RANK, capability(machine.device), width, max(_ROWS))
 
 
 def _linears(machine: Machine) -> dict[int, Model]:
@@ -171,11 +153,4 @@ def _step(candidate: _Candidate, batches: list[Batch]) -> Step:
 def _step_of(candidate: _Candidate, batch: Batch) -> Step:
     if candidate.operator == "shrink":
         return lambda: void(shrink_all(batch, candidate.sizes))
-    if candidate.operator == "expand":
-        return functools.partial(expand_all, batch, shrink_all(batch), candidate.sizes)
-    return functools.partial(_update_all, batch, candidate.sizes)
-
-
-def _update_all(batch: Batch, sizes: BlockSizes) -> None:
-    for column, i, shape in batch.linears:
-        lora_update(batch.x[i], batch.y[i], batch.tables, column, shape.slice_sizes, batch.segments, sizes)
+    return functools.partial(expand_all, batch, shrink_all(batch), candidate.sizes)

@@ -33,20 +33,21 @@ from support.compiled_kernels import (
     segment_resources,
     shrink_resources,
     silu_mul_resources,
-    update_resources,
 )
 
 from benchmarks.lora_workloads import LinearShape
 from multilora_kernels.cuda import block_sizes
 from multilora_kernels.cuda.decode_attention import decode_kernel
 from multilora_kernels.cuda.expand import expand_kernel
+from multilora_kernels.cuda.expand_rows import expand_rows_kernel
 from multilora_kernels.cuda.experts import expert_codes_kernel, expert_floats_kernel, pair_rows_kernel
 from multilora_kernels.cuda.penalties import forbid_kernel, penalise_kernel
 from multilora_kernels.cuda.prompt_attention import prompt_kernel
 from multilora_kernels.cuda.quantized import MAX_ROWS, ROW_BOUNDS, multiply_codes_kernel
 from multilora_kernels.cuda.segments import segment_kernel
 from multilora_kernels.cuda.shrink import shrink_kernel
-from multilora_kernels.cuda.update import update_kernel
+from multilora_kernels.cuda.shrink_rows import shrink_rows_kernel
+from multilora_kernels.segments import ROWS
 from multilora_wire.pieces import CODE_BITS
 
 _QKV = LinearShape(4096, (4096, 1024, 1024))
@@ -62,7 +63,7 @@ _EVERY_GENERATION = [90, *(pytest.param(other, marks=_IS_LONG) for other in (80,
 
 @pytest.mark.parametrize("capability", _EVERY_GENERATION)
 @pytest.mark.parametrize("resources", [shrink_resources, expand_resources])
-@pytest.mark.parametrize("chunk_size", [16, 64])
+@pytest.mark.parametrize("chunk_size", [ROWS, 16, 64])
 @pytest.mark.parametrize(
     ("shape", "max_rank", "dtype"), [(_O, 16, "bf16"), (_DOWN, 64, "bf16"), (_QKV, 64, "fp16"), (_QKV, 256, "fp32")]
 )
@@ -73,28 +74,28 @@ def test_it_compiles_without_spills(capability, resources, chunk_size, shape, ma
 @pytest.mark.parametrize("resources", [shrink_resources, expand_resources])
 @pytest.mark.parametrize("codes", CODE_BITS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_codes_compile_without_spills(resources, codes, dtype):
-    _check(resources(_QKV, 16, 64, dtype, 90, codes), 90)
+@pytest.mark.parametrize("chunk_size", [ROWS, 16])
+def test_codes_compile_without_spills(resources, codes, dtype, chunk_size):
+    _check(resources(_QKV, chunk_size, 64, dtype, 90, codes), 90)
 
 
 def test_codes_of_fp8_compile_for_a_chip_that_has_no_such_type():
     for used in (
         shrink_resources(_QKV, 16, 64, "fp16", 80, "fp8"),
         expand_resources(_QKV, 16, 64, "fp16", 80, "fp8"),
-        update_resources(_QKV, 16, "fp16", 80, "fp8"),
+        shrink_resources(_QKV, ROWS, 64, "fp16", 80, "fp8"),
+        expand_resources(_QKV, ROWS, 64, "fp16", 80, "fp8"),
     ):
         _check(used, 80)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("operator", ["shrink", "expand", "update"])
-def test_weights_that_may_lie_at_any_place_are_loaded_one_by_one(operator, dtype):
+@pytest.mark.parametrize("chunk_size", [ROWS, 16])
+@pytest.mark.parametrize("resources", [shrink_resources, expand_resources])
+def test_weights_that_may_lie_at_any_place_are_loaded_one_by_one(resources, chunk_size, dtype):
     # Else loads of 16 bytes would begin where none may: in expand for ranks that are no multiples of eight.
     elements_of_a_thread = 16
-    if operator == "update":
-        used = update_resources(_QKV, 16, dtype, 90)
-    else:
-        used = (shrink_resources if operator == "shrink" else expand_resources)(_QKV, 16, 16, dtype, 90)
+    used = resources(_QKV, chunk_size, 16, dtype, 90)
     assert used.single_loads >= elements_of_a_thread
 
 
@@ -133,13 +134,6 @@ def test_a_cache_in_codes_compiles_without_spills(capability, dtype):
     _check(decode_resources(4, 128, 16, dtype, capability, has_softcap=True, has_codes=True), capability)
     _check(prompt_resources(4, 128, 16, dtype, capability, has_softcap=True, has_codes=True), capability)
     _check(rotation_resources(128, dtype, capability, has_codes=True), capability)
-
-
-@pytest.mark.parametrize("capability", _EVERY_GENERATION)
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=_IS_LONG)])
-def test_an_update_in_one_launch_compiles_without_spills(capability, dtype):
-    for shape, max_rank in ((_QKV, 16), (_QKV, 64), (_DOWN, 64)):
-        _check(update_resources(shape, max_rank, dtype, capability), capability)
 
 
 @pytest.mark.parametrize("num_tokens", [64, 8192])
@@ -230,7 +224,8 @@ def test_the_filling_of_inputs_compiles_without_spills(capability):
     [
         (shrink_kernel, "first_slice"),
         (expand_kernel, "first_slice"),
-        (update_kernel, "first_slice"),
+        (shrink_rows_kernel, "first_slice"),
+        (expand_rows_kernel, "first_slice"),
         (decode_kernel, "num_distances stride_bm"),
         (prompt_kernel, "num_distances num_sequences first_sequence stride_bm"),
         (segment_kernel, "num_tokens max_loras capacity"),
@@ -251,7 +246,8 @@ def test_no_kernel_is_compiled_anew_for_a_number_that_changes_between_steps(kern
     [
         lambda: shrink_resources(_O, 16, 16, "bf16", 90),
         lambda: expand_resources(_O, 16, 16, "bf16", 90, "int4"),
-        lambda: update_resources(_O, 16, "bf16", 90),
+        lambda: shrink_resources(_O, ROWS, 16, "bf16", 90),
+        lambda: expand_resources(_O, ROWS, 16, "bf16", 90, "int4"),
         lambda: decode_resources(4, 128, 16, "bf16", 90),
         lambda: prompt_resources(4, 128, 16, "bf16", 90),
         lambda: rotation_resources(128, "bf16", 90, has_codes=True),
@@ -270,7 +266,8 @@ def test_no_kernel_is_compiled_anew_for_a_number_that_changes_between_steps(kern
     ids=[
         "shrink",
         "expand",
-        "update",
+        "shrink rows",
+        "expand rows",
         "decode",
         "prompt",
         "rotation",
@@ -322,33 +319,43 @@ def test_tiles_are_of_the_architecture_where_the_table_has_some(tmp_path, monkey
 
 
 def _table_of(tmp_path, monkeypatch, plans):
-    table = {"default": {"update": {"decode": {"BLOCK_K": 256, "BLOCK_N": 128, "BLOCK_R": 64, "plans": plans}}}}
+    table = {
+        "default": {
+            "update": {
+                "rows": {"max_rows": 128, "plans": [{"max_rank": 16, "max_width": 0, "sizes": {"max_rows": 64}}]}
+            },
+            "shrink": {"decode": {"BLOCK_K": 256, "num_warps": 4, "BLOCK_R": 64, "plans": plans}},
+        }
+    }
     monkeypatch.setattr(block_sizes, "TABLE_PATH", tmp_path / "table.json")
     block_sizes.TABLE_PATH.write_text(json.dumps(table))
     monkeypatch.setattr(block_sizes, "_table", block_sizes._table.__wrapped__)
 
 
 def test_a_plan_is_of_ranks_widths_and_rows_and_what_none_serves_has_the_default(tmp_path, monkeypatch):
-    few_rows = [{"max_rows": 8, "sizes": {"BLOCK_N": 32}}, {"max_rows": 64, "sizes": {"BLOCK_N": 64}}]
+    few_rows = [{"max_rows": 8, "sizes": {"num_warps": 1}}, {"max_rows": 64, "sizes": {"num_warps": 2}}]
     narrow = {"max_rank": 16, "max_width": 4096, "sizes": {"BLOCK_K": 512}, "by_rows": few_rows}
-    wide = {"max_rank": 16, "max_width": 14336, "sizes": {"BLOCK_K": 128}, "num_launches": 2}
+    wide = {"max_rank": 16, "max_width": 14336, "sizes": {"BLOCK_K": 128}}
     _table_of(tmp_path, monkeypatch, [narrow, wide])
     shapes = {
-        (16, 4096, 8): (512, 32),
-        (8, 2048, 9): (512, 64),
-        (16, 4096, 65): (512, 128),
-        (16, 4097, 8): (128, 128),
-        (16, 14337, 8): (256, 128),
-        (17, 4096, 8): (256, 128),
+        (16, 4096, 8): (512, 1),
+        (8, 2048, 9): (512, 2),
+        (16, 4096, 65): (512, 4),
+        (16, 4097, 8): (128, 4),
+        (16, 14337, 8): (256, 4),
+        (17, 4096, 8): (256, 4),
     }
     for (rank, width, num_rows), expected in shapes.items():
-        sizes = block_sizes.block_sizes("update", 16, rank, 90, width, num_rows)
-        assert (sizes["BLOCK_K"], sizes["BLOCK_N"]) == expected, (rank, width, num_rows)
+        sizes = block_sizes.block_sizes("shrink", 16, rank, 90, width, num_rows)
+        assert (sizes["BLOCK_K"], sizes["num_warps"]) == expected, (rank, width, num_rows)
     assert block_sizes.row_bounds(90) == [8, 64]
-    takes_two = {
-        shape: block_sizes.takes_two_launches(shape[0], 90, shape[1]) for shape in ((16, 4096), (16, 9999), (17, 9))
-    }
-    assert takes_two == {(16, 4096): False, (16, 9999): True, (17, 9): False}
+
+
+def test_the_table_says_how_many_rows_without_a_prompt_are_taken_by_themselves(tmp_path, monkeypatch):
+    _table_of(tmp_path, monkeypatch, [])
+    steps = itertools.product((16, 17), (64, 65, 128, 129))
+    taken = {(rank, num_rows) for rank, num_rows in steps if block_sizes.takes_rows(num_rows, rank, 90)}
+    assert taken == {(16, 64), (17, 64), (17, 65), (17, 128)}
 
 
 def test_a_plan_whose_sums_depend_on_the_rows_is_none(tmp_path, monkeypatch):

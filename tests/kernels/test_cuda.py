@@ -10,9 +10,9 @@ from support.lora_cases import CODES, FUSED, ODD, TOLERANCES, Case, make_case
 
 from benchmarks.lora_workloads import LinearShape
 from multilora_kernels import cuda, load_rows, lora_segments, parts, reference, step_inputs_reference
-from multilora_kernels.cuda import segments, update
+from multilora_kernels.cuda import segments
 from multilora_kernels.kv_rows import SCALE_BYTES, quantize_rows
-from multilora_kernels.segments import reference_segments
+from multilora_kernels.segments import reference_segments, rows_of
 from multilora_kernels.step_inputs import StepInputs
 
 _LONG = LinearShape(in_features=2500, slice_sizes=(40, 24))
@@ -173,37 +173,44 @@ def test_int8_rows_are_stored_as_the_reference_stores_them(implementation, head_
     assert (cache[:, [6, 10]] == 55).all()
 
 
-@pytest.mark.parametrize("lora_dtype", [torch.float32, torch.bfloat16, *CODES])
-@pytest.mark.parametrize("shape", [FUSED, ODD, _LONG], ids=["fused", "odd", "long"])
-def test_an_update_in_one_launch_is_that_of_two(implementation, shape, lora_dtype):
-    case = make_case("zipf", 12, shape, (1, 3, 8, 0, 17, 64, 16), lora_dtype, magnitudes=True)
-    assert update.is_one_launch(shape.in_features, case.tables.max_rank, case.segments.chunk_size)
-    on_device = case.to(implementation.device)
-    y = on_device.y.clone()
-    implementation.lora_apply(on_device.x, y, on_device.tables, 0, shape.slice_sizes, on_device.segments)
+def _rows(case: Case, tokens: torch.Tensor | None = None) -> Case:
+    """A step without prompts, or some of its rows."""
+    tokens = torch.arange(len(case.mapping)) if tokens is None else tokens
+    mapping = case.mapping[tokens]
+    return Case(case.shape, case.tables, mapping, rows_of(mapping), case.x[tokens], case.y[tokens])
+
+
+_ROW_RANKS = (1, 3, 8, 0, 17, 64, 128, 16)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(
+    ("shape", "lora_dtype", "dtype"),
+    [
+        *[(ODD, lora_dtype, torch.float32) for lora_dtype in (torch.float32, torch.bfloat16, *CODES)],
+        *[(FUSED, lora_dtype, torch.bfloat16) for lora_dtype in (torch.bfloat16, *CODES)],
+        *[(_LONG, lora_dtype, torch.float32) for lora_dtype in (torch.float32, torch.bfloat16, torch.uint8)],
+    ],
+)
+def test_rows_by_themselves_are_those_of_the_reference(implementation, shape, lora_dtype, dtype):
+    case = _rows(make_case("zipf", 12, shape, _ROW_RANKS, lora_dtype, dtype, magnitudes=True))
+    v, y = _run(implementation, case)
     rtol, atol = TOLERANCES[torch.float32]
-    torch.testing.assert_close(y.cpu().double(), case.expected_y(case.expected_v()), rtol=rtol, atol=atol)
+    defined = case.touched()[:, :, None] & (
+        torch.arange(case.tables.max_rank) < case.tables.rank[case.mapping.clamp(min=0)].T[:, :, None]
+    )
+    expected_v = case.expected_v()
+    torch.testing.assert_close(v.sum(0).cpu()[defined].double(), expected_v[0][defined], rtol=rtol, atol=atol)
+    rtol, atol = TOLERANCES[dtype]
+    torch.testing.assert_close(y.double(), case.expected_y(expected_v), rtol=rtol, atol=atol)
 
 
-def test_a_plan_may_take_two_launches_for_an_update_that_one_could_serve(implementation, monkeypatch):
-    case = make_case("zipf", 12, FUSED, (1, 3, 8, 0, 17, 64, 16), torch.bfloat16, magnitudes=True)
-    monkeypatch.setattr(update, "takes_two_launches", lambda *shape: True)
-    monkeypatch.setattr(update, "lora_update", None)
-    on_device = case.to(implementation.device)
-    y = on_device.y.clone()
-    implementation.lora_apply(on_device.x, y, on_device.tables, 0, FUSED.slice_sizes, on_device.segments)
-    rtol, atol = TOLERANCES[torch.float32]
-    torch.testing.assert_close(y.cpu().double(), case.expected_y(case.expected_v()), rtol=rtol, atol=atol)
-
-
-def test_ranks_that_are_too_large_for_one_launch_take_two(implementation):
-    case = make_case("zipf", 6, FUSED)
-    assert not update.is_one_launch(FUSED.in_features, case.tables.max_rank, case.segments.chunk_size)
-    on_device = case.to(implementation.device)
-    y = on_device.y.clone()
-    implementation.lora_apply(on_device.x, y, on_device.tables, 0, FUSED.slice_sizes, on_device.segments)
-    rtol, atol = TOLERANCES[torch.float32]
-    torch.testing.assert_close(y.cpu().double(), case.expected_y(case.expected_v()), rtol=rtol, atol=atol)
+@pytest.mark.parametrize("lora_dtype", [torch.bfloat16, *CODES])
+def test_a_row_has_the_same_bits_alone_and_among_128_beside_any_adapters(implementation, lora_dtype):
+    case = make_case("zipf", 128, LinearShape(300, (40,)), (*_ROW_RANKS, 16), lora_dtype, magnitudes=True, seed=5)
+    _, together = _run(implementation, _rows(case))
+    for tokens in (torch.tensor([0]), torch.tensor([127]), torch.arange(3, 128, 17).flip(0)):
+        assert torch.equal(_run(implementation, _rows(case, tokens))[1], together[tokens])
 
 
 @pytest.mark.parametrize(("num_tokens", "max_loras"), [(1, 1), (7, 3), (100, 5), (300, 40), (515, 4)])

@@ -23,6 +23,7 @@ from multilora_kernels.cuda.elementwise import (
     norm_constants,
 )
 from multilora_kernels.cuda.expand import expand_constants, expand_kernel
+from multilora_kernels.cuda.expand_rows import expand_rows_constants, expand_rows_kernel
 from multilora_kernels.cuda.experts import (
     activation_constants as gate_constants,
 )
@@ -51,10 +52,10 @@ from multilora_kernels.cuda.rotation import rotate_and_store_kernel, rotation_co
 from multilora_kernels.cuda.sampling import sample_constants, sample_kernel
 from multilora_kernels.cuda.segments import segment_constants, segment_kernel
 from multilora_kernels.cuda.shrink import shrink_constants, shrink_kernel
+from multilora_kernels.cuda.shrink_rows import shrink_rows_constants, shrink_rows_kernel
 from multilora_kernels.cuda.step_inputs import fill_constants, fill_kernel
-from multilora_kernels.cuda.update import update_constants, update_kernel
 from multilora_kernels.parts import num_parts
-from multilora_kernels.segments import CHUNK_SIZE
+from multilora_kernels.segments import CHUNK_SIZE, ROWS
 from multilora_wire.pieces import CODE_BITS
 
 _POINTERS = {
@@ -108,14 +109,16 @@ _OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 class Resources:
     """The resources of one thread, or for shared memory of one program, as the compiled code of a kernel says.
 
-    single_loads: instructions that load one number of 16 bits from global memory. widest_load: bytes of the widest
-    one, to registers or to shared memory. ptx: the code that the assembler takes.
+    single_loads: instructions that load one number of 16 bits from global memory. wide_loads: those that load 16 bytes
+    to registers. widest_load: bytes of the widest one, to registers or to shared memory. ptx: the code that the
+    assembler takes.
     """
 
     registers: int
     spilled_bytes: int
     shared_bytes: int
     single_loads: int
+    wide_loads: int
     widest_load: int
     ptx: str = field(repr=False)
 
@@ -125,11 +128,14 @@ def shrink_resources(
 ) -> Resources:
     """`lora_shrink` of a linear.
 
-    dtype: "bf16", "fp16" or "fp32". capability: 80, 90, 100 for sm_80, sm_90, sm_100. codes: of adapters, "int8",
-    "fp8" or "int4"; "" where they have the dtype.
+    chunk_size: `ROWS` for rows by themselves. dtype: "bf16", "fp16" or "fp32". capability: 80, 90, 100 for sm_80,
+    sm_90, sm_100. codes: of adapters, "int8", "fp8" or "int4"; "" where they have the dtype.
     """
     sizes = block_sizes("shrink", chunk_size, max_rank, capability, shape.in_features, _NUM_ROWS)
     parts = num_parts(shape.in_features, 1)
+    if chunk_size == ROWS:
+        of_rows = shrink_rows_constants(shape.in_features, dtype == "fp32", sizes, CODE_BITS.get(codes, 0))
+        return _resources(shrink_rows_kernel, of_rows, dtype, capability, _CODE_ARENA.get(codes, _NO_POINTERS))
     constants = shrink_constants(
         shape.in_features, parts, chunk_size, dtype == "fp32", sizes, capability, CODE_BITS.get(codes, 0)
     )
@@ -142,18 +148,11 @@ def expand_resources(
     """`lora_expand` of a linear; arguments as of `shrink_resources`."""
     parts = num_parts(shape.in_features, 1)
     sizes = block_sizes("expand", chunk_size, max_rank, capability, shape.out_features, _NUM_ROWS)
+    if chunk_size == ROWS:
+        of_rows = expand_rows_constants(parts, shape.slice_sizes, dtype == "fp32", sizes, CODE_BITS.get(codes, 0))
+        return _resources(expand_rows_kernel, of_rows, dtype, capability, _CODE_ARENA.get(codes, _NO_POINTERS))
     constants = expand_constants(parts, shape.slice_sizes, chunk_size, sizes, CODE_BITS.get(codes, 0))
     return _resources(expand_kernel, constants, dtype, capability, _CODE_ARENA.get(codes, _NO_POINTERS))
-
-
-def update_resources(shape: LinearShape, max_rank: int, dtype: str, capability: int, codes: str = "") -> Resources:
-    """`lora_update` of a linear; arguments as of `shrink_resources`."""
-    sizes = block_sizes("update", CHUNK_SIZE, max_rank, capability, shape.in_features, _NUM_ROWS)
-    is_wide = dtype == "fp32"
-    constants = update_constants(
-        shape.in_features, shape.slice_sizes, CHUNK_SIZE, is_wide, sizes, CODE_BITS.get(codes, 0)
-    )
-    return _resources(update_kernel, constants, dtype, capability, _CODE_ARENA.get(codes, _NO_POINTERS))
 
 
 def segment_resources(num_tokens: int, capability: int) -> Resources:
@@ -318,8 +317,10 @@ def _resources(
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, stack, local = _usage(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
-    single_loads = ptx.count("ld.global.b16")
-    return Resources(registers, stack + local, compiled.metadata.shared, single_loads, _widest_load(ptx), ptx)
+    single_loads, wide_loads = ptx.count("ld.global.b16"), len(re.findall(r"ld\.global\S*\.v4\.b32", ptx))
+    return Resources(
+        registers, stack + local, compiled.metadata.shared, single_loads, wide_loads, _widest_load(ptx), ptx
+    )
 
 
 def _widest_load(ptx: str) -> int:

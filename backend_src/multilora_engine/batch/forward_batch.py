@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from multilora_kernels import LoRASegments, LoRATables, PagedSequences, TokenRowTables, lora_segments
+from multilora_kernels import LoRASegments, LoRATables, PagedSequences, TokenRowTables, step_segments
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,9 @@ class TokenLoRAs:
     mapping: torch.Tensor
     outer: OuterParts | None = None
 
-    def batched(self) -> LoRABatch:
+    def batched(self, has_prompts: bool = True) -> LoRABatch:
         """Computed on the device, so that a CUDA graph reads the values that `mapping` has when the graph runs."""
-        segments = lora_segments(self.mapping, max_loras=len(self.tables.rank))
-        return LoRABatch(self.tables, segments, self.mapping)
+        return LoRABatch(self.tables, step_segments(self.mapping, self.tables, has_prompts), self.mapping)
 
 
 @dataclass(frozen=True)
@@ -145,6 +144,15 @@ class ForwardBatch:
     def outer(self) -> OuterParts | None:
         """The parts of the step's adapters outside the layers."""
         return None if self.lora is None else self.lora.outer
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a sequence has several tokens, or one that is no decode."""
+        return self.num_decodes < len(self.positions)
+
+    def lora_batch(self) -> LoRABatch | None:
+        """The adapters of the step as linears read them."""
+        return None if self.lora is None else self.lora.batched(self.has_prompts)
 
     @property
     def wants_all_rows(self) -> bool:

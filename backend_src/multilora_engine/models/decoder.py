@@ -39,7 +39,7 @@ from multilora_kernels import (
     lora_apply,
     lora_embedding,
     lora_expand,
-    lora_segments,
+    step_segments,
 )
 from multilora_wire.sites import ModelSites
 
@@ -156,7 +156,7 @@ class Decoder:
         attend: Attend | None = None,
     ) -> HiddenStates:
         inputs = (
-            self._inputs(batch) if attend is None else LayerInputs({}, {}, _batched(batch), attend_elsewhere=attend)
+            self._inputs(batch) if attend is None else LayerInputs({}, {}, batch.lora_batch(), attend_elsewhere=attend)
         )
         return self._run_layers(self._embedded(batch, inputs.lora), kv_cache, inputs, on_layer)
 
@@ -228,7 +228,7 @@ class Decoder:
         return PackedHead.of(self._norm.weight, self._norm.eps, weight)
 
     def _inputs(self, batch: ForwardBatch) -> LayerInputs:
-        rotations, sequences, lora = self._rotations(batch), self._sequences(batch), _batched(batch)
+        rotations, sequences, lora = self._rotations(batch), self._sequences(batch), batch.lora_batch()
         steps = self._layer_steps(rotations, sequences, batch.slot_mapping, lora)
         return LayerInputs(rotations, sequences, lora, batch.slot_mapping, steps)
 
@@ -307,9 +307,5 @@ def adapt_logits(
         loras.outer.head_rows.replace_logits(logits, normed, mapping)
     if loras.outer.has_head_lora:
         head = sites.outer.head
-        segments = lora_segments(mapping, max_loras=len(loras.tables.rank))
+        segments = step_segments(mapping, loras.tables, has_prompts=False)
         lora_apply(normed, logits, loras.tables, head.column, (head.out_size,), segments)
-
-
-def _batched(batch: ForwardBatch) -> LoRABatch | None:
-    return None if batch.lora is None else batch.lora.batched()

@@ -4,7 +4,8 @@ attention                                  `paged_attention`, `rotary_attention`
   decode_attention, prompt_attention       for one query each, and for many
   rotation, key_tiles                      the steps before it; softmax sums that grow by tiles
 kv_rows                                    rows of the cache, plain or in codes
-shrink, expand, update                     the two halves of a LoRA update, and both in one launch
+shrink, expand, apply                      the two halves of a LoRA update, and both
+  shrink_rows, expand_rows                 of few rows without a prompt, each by itself
   segments, codes                          tokens sorted by adapter; tiles of adapters in codes
 quantized, code_values                     linears of codes, and the floats that codes mean
 experts                                    a router's choice, and the chosen experts' MLPs
@@ -15,6 +16,7 @@ block_sizes, tiles, integers               tile sizes, products of tiles, arithm
 
 from __future__ import annotations
 
+from multilora_kernels.cuda.apply import lora_apply
 from multilora_kernels.cuda.attention import paged_attention, rotary_attention
 from multilora_kernels.cuda.elementwise import add_layer_norm, add_rms_norm, gelu, gelu_tanh, gelu_tanh_mul, silu_mul
 from multilora_kernels.cuda.expand import lora_expand
@@ -25,7 +27,6 @@ from multilora_kernels.cuda.sampling import sample_tokens
 from multilora_kernels.cuda.segments import lora_segments
 from multilora_kernels.cuda.shrink import lora_shrink
 from multilora_kernels.cuda.step_inputs import fill_step_inputs
-from multilora_kernels.cuda.update import lora_apply
 
 __all__ = [
     "add_layer_norm",

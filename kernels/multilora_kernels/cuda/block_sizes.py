@@ -4,17 +4,17 @@ The table is keyed by architecture, operator and regime. "default" has an entry 
 architecture has an entry only if it differs. A regime depends only on the number of tokens, never on their adapters, so
 that a captured CUDA graph replays for any mix.
 
+Steps without a prompt, of at most so many rows as the entry of the update has as `max_rows`, are computed row by row
+("rows"). Others are cut into chunks of tokens of one adapter ("decode", and for many tokens "prefill").
+
 An entry may have plans that a tuner found for the architecture. The first plan whose `max_rank` and `max_width` are not
 exceeded changes sizes of the entry. The first of its `by_rows` whose `max_rows` is not exceeded changes sizes again.
 Without plans, the entry serves all shapes. Sums must not depend on how many rows share a step, so `by_rows` does not
-change the tiles of a sum. A plan of the update may say that a shrink and an expand take less time than one launch. The
-plan for all chips says so: on an H200, for 1 to 256 rows of a layer of 8B, they took a quarter to two thirds of the
-time.
+change the tiles of a sum.
 
-    "update": {"decode": {"BLOCK_K": 256, "BLOCK_N": 128, ..., "plans": [
-        {"max_rank": 16, "max_width": 4096, "sizes": {"BLOCK_K": 512},
-         "by_rows": [{"max_rows": 8, "sizes": {"BLOCK_N": 64}}]},
-        {"max_rank": 64, "max_width": 14336, "sizes": {}, "num_launches": 2}]}}
+    "expand": {"rows": {"BLOCK_N": 512, "BLOCK_R": 16, ..., "plans": [
+        {"max_rank": 16, "max_width": 4096, "sizes": {"num_warps": 8},
+         "by_rows": [{"max_rows": 8, "sizes": {"BLOCK_N": 256}}]}]}}
 
 Programs of prompts expand 64 outputs. With 128 they spill on three of six architectures, or use so many registers that
 half as many warps run. On sm_80 eight warps share a program, because with four it spills for ranks up to 16.
@@ -30,10 +30,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from multilora_kernels.cuda.integers import next_power_of_2
-from multilora_kernels.segments import CHUNK_SIZE
+from multilora_kernels.segments import CHUNK_SIZE, ROWS
 
 Operator = Literal["shrink", "expand", "update"]
-Regime = Literal["decode", "prefill"]
+Regime = Literal["rows", "decode", "prefill"]
 BlockSizes = dict[str, int]
 """Keyword arguments of a kernel launch: BLOCK_* sizes, num_warps, num_stages and other options of the compiler."""
 
@@ -47,34 +47,40 @@ MIN_BLOCK_R = 16
 
 
 def regime_of(chunk_size: int) -> Regime:
-    """Decode batches are cut into chunks of one tensor-core tile, prefill batches into larger ones."""
+    """Decode batches are cut into chunks of one tensor-core tile, prefill batches into larger ones, rows not at all."""
+    if chunk_size == ROWS:
+        return "rows"
     return "decode" if chunk_size <= CHUNK_SIZE else "prefill"
 
 
 def block_sizes(
     operator: Operator, chunk_size: int, max_rank: int, capability: int, width: int, num_rows: int
 ) -> BlockSizes:
-    """Tile sizes of an operator for batches of `num_rows` tokens, cut into chunks of `chunk_size`.
+    """Tile sizes of an operator for batches of `num_rows` tokens, cut into chunks of `chunk_size`, or `ROWS`.
 
     capability: 90 for sm_90. width: inputs of the linear, for expand outputs of all its slices.
     """
-    entry = _table(capability)[operator, regime_of(chunk_size)]
+    regime = regime_of(chunk_size)
+    entry = _table(capability)[operator, regime]
     # Every launch looks sizes up. They are remembered for each shape, not for each number of rows.
     key = (max_rank, width, next((bound for bound in entry.row_bounds if num_rows <= bound), _MORE_ROWS))
-    return entry.served.get(key) or entry.served.setdefault(key, _sizes(entry, *key))
+    return entry.served.get(key) or entry.served.setdefault(key, _sizes(entry, regime, *key))
 
 
-def _sizes(entry: _Entry, max_rank: int, width: int, num_rows: int) -> BlockSizes:
+def _sizes(entry: _Entry, regime: Regime, max_rank: int, width: int, num_rows: int) -> BlockSizes:
     plan = entry.plan(max_rank, width)
     sizes: BlockSizes = entry.sizes | plan.get("sizes", {})
     sizes |= next((rows["sizes"] for rows in plan.get("by_rows", ()) if num_rows <= rows["max_rows"]), {})
-    sizes["BLOCK_R"] = max(MIN_BLOCK_R, min(sizes["BLOCK_R"], next_power_of_2(max_rank)))
+    least = 1 if regime == "rows" else MIN_BLOCK_R
+    sizes["BLOCK_R"] = max(least, min(sizes["BLOCK_R"], next_power_of_2(max_rank)))
     return sizes | {"enable_fp_fusion": True}
 
 
-def takes_two_launches(max_rank: int, capability: int, width: int) -> bool:
-    """Whether a plan has the update of decodes as a shrink and an expand, though one launch could serve it."""
-    return bool(_table(capability)["update", "decode"].plan(max_rank, width).get("num_launches", 1) == 2)
+def takes_rows(num_rows: int, max_rank: int, capability: int) -> bool:
+    """Whether a step of so many rows without a prompt is computed row by row."""
+    entry = _table(capability)["update", "rows"]
+    limits = entry.sizes | entry.plan(max_rank, 0).get("sizes", {})
+    return num_rows <= int(limits["max_rows"])
 
 
 def entry_with_plans(

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from multilora_kernels import adapter_codes
+from multilora_kernels.cuda.tiles import float8_values
 
 _LANES = tl.constexpr(adapter_codes.LANES)
 _BLOCK_COLUMNS = tl.constexpr(adapter_codes.BLOCK_COLUMNS)
@@ -49,6 +50,14 @@ def panel_codes(b_ptr, columns, lanes, num_columns):
     """The places of the codes of 8 bits of columns of the panels of some lanes in a B."""
     panels = lanes.to(tl.int64) // _LANES * panel_bytes(num_columns, 8)
     return b_ptr + panels + _SCALE_BYTES + columns * _LANES + lanes % _LANES
+
+
+@triton.jit
+def code_values(codes):
+    """The values of codes of 8 bits without their scales, as float32: int8, or uint8 as the bytes of float8_e4m3fn."""
+    if codes.dtype == tl.uint8:
+        codes = float8_values(codes)
+    return codes.to(tl.float32)
 
 
 @triton.jit

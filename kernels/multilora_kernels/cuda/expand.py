@@ -12,9 +12,10 @@ import triton.language as tl
 from multilora_kernels.adapter_codes import CODE_BITS
 from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, capability
 from multilora_kernels.cuda.codes import arena_of_kernels, load_int4, load_magnitude, load_panel_scales, panel_codes
+from multilora_kernels.cuda.expand_rows import expand_rows, locate
 from multilora_kernels.cuda.integers import cdiv
 from multilora_kernels.cuda.tiles import exact_dot
-from multilora_kernels.segments import CHUNK_SIZE, LoRASegments
+from multilora_kernels.segments import CHUNK_SIZE, ROWS, LoRASegments
 from multilora_kernels.tables import LoRATables
 
 _DECODE_CHUNK = tl.constexpr(CHUNK_SIZE)
@@ -30,6 +31,9 @@ def lora_expand(
     sizes: BlockSizes | None = None,
 ) -> None:
     """See `multilora_kernels.expand.lora_expand`. sizes: to try others than the table's."""
+    if segments.chunk_size == ROWS:
+        expand_rows(v, y, tables, first_slice, slice_sizes, segments, sizes)
+        return
     assert y.stride(1) == 1
     shape = (segments.chunk_size, tables.max_rank, capability(y.device), sum(slice_sizes), len(y))
     sizes = sizes or block_sizes("expand", *shape)
@@ -152,26 +156,6 @@ def _load_y(y_ptr, tokens, stride_ym, row_mask, outputs, slice_size):
     mask = row_mask & (outputs < slice_size)[None, :]
     y_tile = y_ptr + tokens * stride_ym + outputs[None, :]
     return y_tile, mask, tl.load(y_tile, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def locate(block, SLICE_SIZES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The slice of a block of outputs, where the slice starts, its size, and the block's first output in it."""
-    slice_index = 0
-    slice_start = 0
-    slice_size = 0
-    first_output = 0
-    first_block = 0
-    start = 0
-    for s in tl.static_range(len(SLICE_SIZES)):
-        if block >= first_block:
-            slice_index = s
-            slice_start = start
-            slice_size = SLICE_SIZES[s]
-            first_output = (block - first_block) * BLOCK_N
-        first_block += (SLICE_SIZES[s] + BLOCK_N - 1) // BLOCK_N
-        start += SLICE_SIZES[s]
-    return slice_index, slice_start, slice_size, first_output
 
 
 @triton.jit

@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels.cuda.apply import lora_apply
+from multilora_kernels.cuda.block_sizes import capability, takes_rows
 from multilora_kernels.cuda.integers import cdiv, next_power_of_2
 from multilora_kernels.cuda.quantized import (
     Codes,
@@ -27,9 +29,15 @@ from multilora_kernels.cuda.quantized import (
 )
 from multilora_kernels.cuda.segments import MAX_TOKENS, lora_segments
 from multilora_kernels.cuda.tiles import exact_dot
-from multilora_kernels.cuda.update import lora_apply
 from multilora_kernels.linear import PackedWeight
-from multilora_kernels.segments import CHUNK_SIZE, LoRASegments, capacity_of, chunk_size_of, reference_segments
+from multilora_kernels.segments import (
+    CHUNK_SIZE,
+    LoRASegments,
+    capacity_of,
+    chunk_size_of,
+    reference_segments,
+    rows_of,
+)
 from multilora_kernels.tables import ExpertLoRA
 
 _BLOCK = 1024
@@ -139,13 +147,15 @@ def _expert_linear(x: torch.Tensor, experts: UnpackedExperts, chunks: LoRASegmen
 
 
 def _pair_segments(expert_ids: torch.Tensor, top_k: int, lora: ExpertLoRA) -> LoRASegments:
-    """Pairs sorted by the rows of `_one_column_a_row`."""
+    """Pairs sorted by the rows of `_one_column_a_row`, or those of few tokens by themselves."""
     max_loras, num_columns = lora.tables.rank.shape
     rows = torch.empty(len(expert_ids), dtype=torch.int64, device=expert_ids.device)
     constants = rows_constants(top_k)
     pair_rows_kernel[(cdiv(len(expert_ids), constants["BLOCK"]),)](
         expert_ids, lora.mapping, rows, len(expert_ids), num_columns, lora.gate_column, **constants
     )
+    if takes_rows(len(lora.mapping), lora.tables.max_rank, capability(rows.device)):
+        return rows_of(rows)
     return _segments(rows, max_loras * num_columns, chunk_size_of(len(rows)))
 
 

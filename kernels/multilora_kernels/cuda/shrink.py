@@ -18,9 +18,10 @@ from multilora_kernels.adapter_codes import CODE_BITS
 from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, capability
 from multilora_kernels.cuda.codes import arena_of_kernels, header_bytes, load_int4
 from multilora_kernels.cuda.integers import cdiv
+from multilora_kernels.cuda.shrink_rows import shrink_rows
 from multilora_kernels.cuda.tiles import exact_dot
 from multilora_kernels.parts import PART_SIZE, empty_v
-from multilora_kernels.segments import CHUNK_SIZE, LoRASegments
+from multilora_kernels.segments import CHUNK_SIZE, ROWS, LoRASegments
 from multilora_kernels.tables import LoRATables
 
 
@@ -33,6 +34,8 @@ def lora_shrink(
     sizes: BlockSizes | None = None,
 ) -> torch.Tensor:
     """See `multilora_kernels.shrink.lora_shrink`. sizes: to try others than the table's."""
+    if segments.chunk_size == ROWS:
+        return shrink_rows(x, tables, first_slice, num_slices, segments, sizes)
     in_features = x.shape[1]
     assert x.stride(1) == 1
     v = empty_v(x, num_slices, tables.max_rank)

@@ -21,8 +21,8 @@ from multilora_engine.sampling import sampler
 LAUNCHES_OF_A_LAYER = {
     "add_rms_norm_kernel": 2,
     "aten::linear": 4,
-    "shrink_kernel": 4,
-    "expand_kernel": 4,
+    "shrink_rows_kernel": 4,
+    "expand_rows_kernel": 4,
     "decode_kernel": 1,
     "activation_kernel": 1,
 }
@@ -33,7 +33,6 @@ LAUNCHES_OUTSIDE = {
     "aten::mul": 1,
     "aten::cos": 1,
     "aten::sin": 1,
-    "segment_kernel": 1,
     # Of the rows whose logits are wanted.
     "aten::index_select": 2,
     "add_rms_norm_kernel": 1,
@@ -66,7 +65,7 @@ def test_a_decode_step_is_few_launches_one_copy_and_one_wait(
     expected = _of_layers()
     expected.update(LAUNCHES_OUTSIDE)
     if tasks == (None, None):
-        del expected["shrink_kernel"], expected["expand_kernel"], expected["segment_kernel"]
+        del expected["shrink_rows_kernel"], expected["expand_rows_kernel"]
     assert device.launches == expected
     assert device.copies == {"to the device": 1, "from the device": 2, "wait": 1}
 
@@ -135,7 +134,7 @@ def test_prompts_beside_decodes_are_attended_to_by_one_kernel_of_each_kind_a_lay
     # Rotation and cache of all prompts, their attention, and the decodes, which do it all in one.
     of_attention = {"rotate_and_store_kernel": NUM_LAYERS, "prompt_kernel": NUM_LAYERS, "decode_kernel": NUM_LAYERS}
     assert device.launches == _of_layers() + Counter(LAUNCHES_OUTSIDE) - Counter(
-        shrink_kernel=4 * NUM_LAYERS, expand_kernel=4 * NUM_LAYERS, segment_kernel=1, decode_kernel=NUM_LAYERS
+        shrink_rows_kernel=4 * NUM_LAYERS, expand_rows_kernel=4 * NUM_LAYERS, decode_kernel=NUM_LAYERS
     ) + Counter(of_attention)
 
 

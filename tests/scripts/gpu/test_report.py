@@ -19,6 +19,7 @@ from gpu.machine import Row
 from multilora_kernels import cuda, interpreter, self_test
 from multilora_kernels.comparisons import Comparison
 from multilora_kernels.cuda import block_sizes
+from multilora_kernels.segments import ROWS
 from repository import REPOSITORY
 
 
@@ -197,7 +198,7 @@ def test_a_wrong_operator_ends_the_part_with_its_error(monkeypatch):
 def test_what_was_tuned_serves_its_rank_alone_on_its_architecture(tmp_path, monkeypatch):
     plan = {"max_rank": 16, "max_width": 1 << 20, "sizes": {"BLOCK_N": 64, "num_warps": 8}}
     before = json.loads(report.TILES.read_text())
-    entry = block_sizes.entry_with_plans("update", "decode", 89, [plan])
+    entry = block_sizes.entry_with_plans("expand", "rows", 89, [plan])
     results = {
         "tuning": report.PartResult("tuning", rows=[dataclasses.asdict(Row(report.PLAN, note=json.dumps(entry)))])
     }
@@ -206,9 +207,9 @@ def test_what_was_tuned_serves_its_rank_alone_on_its_architecture(tmp_path, monk
     assert {name: json.loads(table.read_text())[name] for name in before} == before
     monkeypatch.setattr(block_sizes, "TABLE_PATH", table)
     monkeypatch.setattr(block_sizes, "_table", block_sizes._table.__wrapped__)
-    default = before["default"]["update"]["decode"]["BLOCK_N"]
+    default = before["default"]["expand"]["rows"]["BLOCK_N"]
     served = [
-        block_sizes.block_sizes("update", 16, rank, gpu, 4096, 64) for rank, gpu in ((16, 89), (17, 89), (16, 80))
+        block_sizes.block_sizes("expand", ROWS, rank, gpu, 4096, 64) for rank, gpu in ((16, 89), (17, 89), (16, 80))
     ]
     assert [(sizes["BLOCK_N"], sizes["num_warps"]) for sizes in served] == [(64, 8), (default, 4), (default, 4)]
 
@@ -226,7 +227,7 @@ def test_every_part_runs_from_the_command_line(tmp_path):
     assert all(part["rows"] for part in parts)
 
 
-def test_a_plan_has_the_quickest_tiles_and_two_launches_where_they_take_less_time_than_one():
+def test_a_plan_has_the_quickest_tiles():
     few, many = ('{"BLOCK_K": 256, "num_warps": 4}', '{"BLOCK_K": 512, "num_warps": 4}')
     times = {
         ("shrink", 64): {few: 3.0, many: 4.0},
@@ -234,8 +235,6 @@ def test_a_plan_has_the_quickest_tiles_and_two_launches_where_they_take_less_tim
         ("expand", 64): {few: 2.0, many: 3.0},
         # With these alone many outputs at a time would not fit the other linears.
         ("expand", 99): {few: 2.5, many: 1.0},
-        ("update", 64): {few: 5.0, many: 6.0},
-        ("update", 99): {few: 9.0, many: 6.6},
     }
     table = {"BLOCK_K": 256, "num_warps": 4}.copy
     plan = {"max_rank": 16, "max_width": 64, "sizes": {}}
@@ -245,9 +244,4 @@ def test_a_plan_has_the_quickest_tiles_and_two_launches_where_they_take_less_tim
     ]
     assert [each["sizes"] for each in tuning_parts.expand_plans(times, [64, 99], lambda _: table())] == [
         {"BLOCK_K": 512}
-    ]
-    # 3 + 3 and 4 + 1 in two launches, 5 and 6.6 in one.
-    assert tuning_parts.update_plans(times, [64, 99], lambda _: table()) == [
-        plan,
-        plan | {"max_width": 99, "sizes": {"BLOCK_K": 512}, "num_launches": 2},
     ]

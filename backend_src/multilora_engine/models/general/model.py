@@ -136,7 +136,7 @@ class GeneralModel:
             kv_cache,
             {window: batch.sequences(window) for window in set(self.config.sliding_window)},
             Rotation.none(batch, self.activation_dtype),
-            None if batch.lora is None else batch.lora.batched(),
+            batch.lora_batch(),
             on_layer,
         )
         try:
