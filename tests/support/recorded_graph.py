@@ -14,16 +14,20 @@ from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from multilora_kernels import cpu, cuda, reference
+from multilora_kernels import LoRATables, PagedSequences, cpu, cuda, reference
+
+Change = Callable[[Any], Any]
+"""What a replay reads in place of an argument, for graphs with a fault. Tables and sequences are one argument each."""
 
 
 class _Recorder(TorchDispatchMode):
     """Notes torch's operators, and each of ours as one call whatever it is made of."""
 
-    def __init__(self) -> None:
+    def __init__(self, change: Change | None = None) -> None:
         super().__init__()
+        self._change = change
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
         self._patches = ExitStack()
         self._is_in_ours = False
@@ -65,6 +69,10 @@ class _Recorder(TorchDispatchMode):
 
     def replay(self) -> None:
         for func, args, kwargs, result in self.calls:
+            if self._change is not None:
+                args = tree_map(
+                    self._change, args, is_leaf=lambda value: isinstance(value, PagedSequences | LoRATables)
+                )
             again = func(*args, **kwargs)
             for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
@@ -74,14 +82,15 @@ class _Recorder(TorchDispatchMode):
 class RecordedPieces:
     """Captures one piece after the other, as `piecewise_graphs.Pieces` does."""
 
-    def __init__(self) -> None:
+    def __init__(self, change: Change | None = None) -> None:
+        self._change = change
         self._recorder = _Recorder()
 
     def stream(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def begin(self) -> None:
-        self._recorder = _Recorder()
+        self._recorder = _Recorder(self._change)
         self._recorder.__enter__()
 
     def end(self) -> Callable[[], None]:
@@ -89,9 +98,9 @@ class RecordedPieces:
         return self._recorder.replay
 
 
-def record(run: Callable[[], None]) -> Callable[[], None]:
+def record(run: Callable[[], None], change: Change | None = None) -> Callable[[], None]:
     """Run a function once. Returns its replay."""
-    with (recorder := _Recorder()):
+    with (recorder := _Recorder(change)):
         run()
 
     return recorder.replay

@@ -19,6 +19,7 @@ from multilora_engine.engine.build import (
     choose_weight_dtype,
     dtype_name,
     may_have_graphs,
+    tell_of_no_gpu,
 )
 from multilora_engine.engine.memory import MemoryPlan, give_back_freed_memory, plan_memory, wait_for_freed_memory
 from multilora_engine.engine_info import CallLimits, ClientPolicy, EngineInfo, read_version
@@ -66,6 +67,7 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     Raises ConfigError, and OperatorFault on a GPU that computes wrongly.
     """
     device = choose_device(config)
+    tell_of_no_gpu(config, device)
     wait_for_config = begin_model_config(config.model_path, config.model_implementation)
     if device.type == "cpu":
         _prepare_cpu(config)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -15,9 +17,9 @@ from multilora_engine.engine.memory import MemoryPlan
 from multilora_engine.errors import ConfigError
 from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, capture_decode, graph_sizes
 from multilora_engine.execution.device_probe import is_device_dead
+from multilora_engine.execution.graph_check import GraphCheck, GraphFault
 from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.execution.piecewise_graphs import CudaPieces, Pieces, PiecewiseGraphs, piece_sizes
-from multilora_engine.execution.self_test import GraphFault, check_graphs, check_pieces
 from multilora_engine.execution.warm_up import warm_up
 from multilora_engine.lora.adapter_events import EventLog
 from multilora_engine.lora.device_tier import DeviceTier
@@ -56,6 +58,32 @@ def choose_device(config: EngineConfig) -> torch.device:
     if config.device == "cuda" and not has_gpu:
         raise ConfigError("parameter device=cuda: torch finds no GPU; write device=auto or device=cpu")
     return torch.device("cuda" if has_gpu and config.device != "cpu" else "cpu")
+
+
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+def tell_of_no_gpu(config: EngineConfig, device: torch.device, driver_file: Path = _DRIVER_FILE) -> None:
+    """Log why `device=auto` has chosen the CPU, if it has: as a warning where the machine has a driver, and so a GPU.
+
+    driver_file: of the kernel's module, which is there in containers without access to GPUs, too.
+    """
+    if config.device != "auto" or device.type != "cpu":
+        return
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs alone"
+    if not driver_file.is_file():
+        _logger.info("device=auto: no NVIDIA driver is here, the CPU serves (torch %s for %s)", torch.__version__, cuda)
+        return
+    try:
+        torch.cuda.init()
+        reason = "torch finds no GPU"
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error)
+    version = re.search(r"[0-9]+(\.[0-9]+)+", driver_file.read_text())
+    _logger.warning(
+        "device=auto: the CPU serves, though this machine has the NVIDIA driver %s, since torch %s for %s says: %s",
+        *(version[0] if version else "of an unknown version", torch.__version__, cuda, reason),
+    )
 
 
 def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
@@ -169,11 +197,13 @@ def build_model_runner(
     if device.type == "cuda":
         max_sizes = (config.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len)
         warm_up(model, kv_cache, loras.tables, *max_sizes, config.block_size, config.max_num_encoder_tokens)
-    graphs = capture_graphs(model, kv_cache, config, plan, loras.tables) if has_graphs else None
-    pieces = None
-    if has_graphs and model.config.general is None:
-        pool = torch.cuda.graph_pool_handle()
-        pieces = capture_pieces(model, kv_cache, config, loras.tables, CudaPieces(pool))
+    graphs = pieces = None
+    if has_graphs:
+        check = GraphCheck(model, kv_cache, loras, plan.num_blocks, config.block_size, plan.max_model_len)
+        graphs = capture_graphs(model, kv_cache, config, plan, loras.tables, check)
+        if model.config.general is None:
+            pool = torch.cuda.graph_pool_handle()
+            pieces = capture_pieces(model, kv_cache, config, loras.tables, CudaPieces(pool), check)
     memory = MemoryAhead(kv_cache.keys, kv_cache.values) if device.type == "cpu" else None
     counts = None
     if device.type == "cuda" or config.enable_async_scheduling is True:
@@ -197,6 +227,7 @@ def capture_graphs(
     config: EngineConfig,
     plan: MemoryPlan,
     tables: LoRATables,
+    check: GraphCheck,
     capture: CaptureDecode = capture_decode,
 ) -> DecodeGraphs | None:
     """The cache has one block more than are planned, for rows of padding.
@@ -214,20 +245,20 @@ def capture_graphs(
 
     def captured() -> DecodeGraphs:
         graphs = capture(forward, inputs, sizes, vocab_size, kv_cache.keys.device)
-        check_graphs(graphs, forward, tables, plan.num_blocks, config.block_size, vocab_size, model.dtype)
+        check.check_decodes(graphs)
         return graphs
 
     return _unless_it_fails(captured, config, "decode steps", kv_cache.keys.device)
 
 
 def capture_pieces(
-    model: Model, kv_cache: KVCache, config: EngineConfig, tables: LoRATables, pieces: Pieces
+    model: Model, kv_cache: KVCache, config: EngineConfig, tables: LoRATables, pieces: Pieces, check: GraphCheck
 ) -> PiecewiseGraphs | None:
     """Of steps with prompts; the rest as of `capture_graphs`."""
 
     def captured() -> PiecewiseGraphs:
         graphs = PiecewiseGraphs(model, kv_cache, tables, piece_sizes(config.max_num_batched_tokens), pieces)
-        check_pieces(graphs, model, kv_cache, tables, config.block_size)
+        check.check_pieces(graphs)
         return graphs
 
     return _unless_it_fails(captured, config, "steps with prompts", kv_cache.keys.device)

@@ -4,8 +4,6 @@ A step of a model is some hundred kernels, and launching them one by one takes a
 launches all at once, but always the same ones on the same memory. So a decode step is padded to the next captured size,
 its inputs are copied to where the graph looks for them, and there are two graphs a size: with the adapters' work, of
 which one serves any mix since the work lists have a fixed capacity (`lora_segments`), and without it.
-
-The capture itself (`capture_graph`) has not run on a device.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Attention depends on how the tokens of a step are cut into sequences. All between two attentions depends on the number
 of tokens alone, so it is captured, once for each of some sizes, and the step is padded to the next. Steps of more
 tokens than the largest size keep a GPU busy for longer than the host takes to launch them.
-
-Captures (`CudaPieces`) have not run on a device.
 """
 
 from __future__ import annotations
@@ -165,6 +163,8 @@ class CudaPieces:
                     # It failed halfway. As long as it is open, this thread may allocate nothing.
                     with suppress(RuntimeError):
                         self.end()
+        # The steps outside captures share work memory with those of the stream that comes back.
+        torch.cuda.synchronize()
 
     def begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()

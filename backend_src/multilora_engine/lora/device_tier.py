@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -19,7 +20,7 @@ from multilora_engine.histogram import Histogram
 from multilora_engine.lora.adapter_state import CachedAdapter, Device
 from multilora_engine.lora.format import ARENA_DTYPES
 from multilora_engine.lora.free_pages import PagePool
-from multilora_engine.lora.layout import TableEntries
+from multilora_engine.lora.layout import PackedAdapter, TableEntries, page_shape
 from multilora_engine.lora.life_cycle import OnEvent, TierStats, adapter_event, ignore_event
 from multilora_engine.lora.names import label_of
 from multilora_engine.lora.outer_tables import OuterTables
@@ -66,6 +67,13 @@ class TableRows:
         self.tables.a_offset[index, columns] = a_offsets
         self.tables.b_offset[index, columns] = b_offsets
         self.tables.magnitude_offset[index, columns] = magnitude_offsets
+
+    def clear(self, lora_index: int) -> None:
+        """Free a row, which is again as at first."""
+        for table in (self.tables.rank, self.tables.a_offset, self.tables.b_offset):
+            table[lora_index] = 0
+        self.tables.magnitude_offset[lora_index] = -1
+        self.free(lora_index)
 
     def outer_parts(self, lora_indices: Iterable[int]) -> OuterParts | None:
         """The parts outside the layers of the adapters in these rows; None where there are none."""
@@ -196,6 +204,28 @@ class DeviceTier:
     def outer_parts(self, lora_indices: Iterable[int]) -> OuterParts | None:
         """The parts outside the layers of the adapters in these rows of `tables`; None where there are none."""
         return self._rows.outer_parts(lora_indices)
+
+    def fits(self, shape: PageShape) -> bool:
+        """Whether there are free pages for a shape."""
+        return self._pool.fits(shape)
+
+    @contextmanager
+    def scratch_adapter(self, adapter: PackedAdapter) -> Iterator[int]:
+        """The row in `tables` of an adapter that nobody has sent, in pages that fit, until the context ends.
+
+        At start only: no row is taken. Raises RuntimeError if its copy fails.
+        """
+        pages = self._pool.allocate(page_shape(adapter.rows, adapter.num_pages, self.layout))
+        lora_index = self._rows.claim()
+        assert lora_index is not None, "every row is taken"
+        assert adapter.entries is not None
+        try:
+            self._copy(adapter.pages, range(adapter.num_pages), pages).wait()
+            self._rows.write(lora_index, adapter.entries, pages)
+            yield lora_index
+        finally:
+            self._rows.clear(lora_index)
+            self._pool.free(pages)
 
     @property
     def is_shared(self) -> bool:
@@ -377,11 +407,7 @@ class DeviceTier:
         """Whether a copy to pages that are free is under way, or over."""
         pages = self._pool.allocate(adapter.shape)
         try:
-            runs = list(_runs(adapter.pages, pages))
-            copy = self._copy_pages(
-                [self._host_pool.storage[source] for source, _ in runs],
-                [self._pool.storage[target] for _, target in runs],
-            )
+            copy = self._copy(self._host_pool.storage, adapter.pages, pages)
         except RuntimeError as error:
             self._pool.free(pages)
             self._note_failure(adapter, error)
@@ -392,6 +418,13 @@ class DeviceTier:
         adapter.state.move(Device.COPYING)
         self.poll()
         return adapter in self._residents
+
+    def _copy(self, storage: torch.Tensor, sources: Sequence[int], targets: Sequence[int]) -> PageCopy:
+        """Start to copy pages `sources` of the host's storage to pages `targets` of the device."""
+        runs = list(_runs(sources, targets))
+        return self._copy_pages(
+            [storage[source] for source, _ in runs], [self._pool.storage[target] for _, target in runs]
+        )
 
     def _has_ended(self, adapter: CachedAdapter) -> bool:
         """Whether a copy was under way and is not any more: the adapter is ready, or it is not here."""

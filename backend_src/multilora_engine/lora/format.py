@@ -43,7 +43,7 @@ from multilora_engine.lora_config import ADAPTER_RANK_LIMIT
 from multilora_kernels.adapter_codes import LANES, a_header_bytes, panel_bytes
 from multilora_kernels.adapter_quantization import quantize_a, quantize_b
 from multilora_wire.adapter_info import Kind
-from multilora_wire.layout import ALIGNMENT_BYTES, AdapterLayout, num_values, round_up
+from multilora_wire.layout import ALIGNMENT_BYTES, AdapterLayout, PageShape, num_values, round_up
 from multilora_wire.module_names import CROSS_DENSE, CROSS_QKV, UPSTREAM_NAMES
 from multilora_wire.peft_config import PEFT_CONFIG_FILE, PeftError
 from multilora_wire.peft_files import FoundRows, LinearReader, PeftAdapter, PeftLinear, PeftRows
@@ -59,6 +59,12 @@ _WRONG_MODEL = "The adapter was made for a model of other sizes, or the declared
 
 MAX_SAVED_BYTES = 64 << 20
 """Bytes of the rows that are kept of one saved copy of the embeddings or the head."""
+
+_NUM_RANDOM, _PRIME = 1 << 20, 7919
+"""The places at which the numbers of a random adapter begin: to draw all of its numbers would take seconds."""
+
+_EXPERT_RANK = 4
+"""Of a random adapter on experts, of which a layer may have hundreds."""
 
 _INTEGERS = {2: torch.uint16, 4: torch.uint32}
 
@@ -117,6 +123,57 @@ def pack_peft(adapter: PeftAdapter, layout: AdapterLayout, base_model: Path, use
         return _pack(rows, pieces_of, layout, _traits(adapter, layout, use), lambda: fault)
     except (PeftError, AdapterError) as error:
         raise InvalidRequest(str(error).replace(str(base_model), "the base model")) from None
+
+
+def random_adapter(
+    layout: AdapterLayout, rank: int, fits: Callable[[PageShape], bool], is_dora: bool = False
+) -> PackedAdapter | None:
+    """An adapter of random numbers on every linear of the layers, for checks: its updates are about half as large as
+    what they are added to.
+
+    rank: of plain linears; experts have a smaller one. is_dora: of those that may have it. Rank and pages are the
+    largest up to that for which `fits` is true; None if there are none.
+    """
+    while True:
+        rows = _random_rows(layout, rank, is_dora and layout.sites.has_dora)
+        shape = layout.place(piece for row in rows for piece in row.pieces).shape
+        if fits(shape) and shape.num_pages <= (layout.max_pages or shape.num_pages):
+            break
+        if rank == 1:
+            return None
+        rank //= 2
+    generator = torch.Generator().manual_seed(rank)
+    numbers = torch.randn(_NUM_RANDOM + max(row.num_values for row in rows), generator=generator)
+
+    def values(row: _Row, count: int) -> torch.Tensor:
+        # The prime spreads the rows over the numbers: no two have the same.
+        start = (row.index * _PRIME + count) % _NUM_RANDOM
+        return numbers[start : start + count]
+
+    def pieces_of(row: _Row) -> Iterator[_Values]:
+        module = row.module
+        a = values(row, row.rank * module.in_size) * module.in_size**-0.5
+        yield _Values(0, 0, _stored_values(a, layout))
+        b = values(row, row.rank * module.out_size) * (0.5 * row.rank**-0.5)
+        for start, end in pairwise(part_bounds(module)):
+            yield _Values(1, start, _stored_values(b[start * row.rank : end * row.rank], layout))
+        if row.is_dora:
+            yield _Values(2, 0, _stored_values(1 + 0.1 * values(row, module.out_size), layout))
+
+    return _pack(rows, pieces_of, layout, NO_TRAITS, lambda: "random numbers are finite")
+
+
+def _random_rows(layout: AdapterLayout, rank: int, is_dora: bool) -> list[_Row]:
+    rows: list[_Row] = []
+    for module in layout.sites.plain_modules:
+        has_experts = module.experts > 1
+        own_rank = min(rank, _EXPERT_RANK) if has_experts else rank
+        pieces = layout.pieces(module, own_rank, is_dora and not has_experts)
+        for expert in range(module.experts):
+            rows.append(
+                _Row(module.name, len(rows), module, own_rank, is_dora and not has_experts, pieces, expert=expert)
+            )
+    return rows
 
 
 def _token_row(rows: PeftRows, reader: LinearReader, layout: AdapterLayout) -> _Row | None:

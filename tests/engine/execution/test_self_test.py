@@ -1,20 +1,13 @@
-"""Graphs of decode steps are on where they work, and nobody gets a token of one that does not. Without a GPU."""
+"""The self-test of a start: what is compared, what is told, and what is no fault."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from support.engines import run_all
-from support.gpu_path import make_engine
-from support.recorded_graph import RecordedPieces, record
 from support.tiny_mixture import save_tiny_mixture
 from transformers import (
     Cohere2Config,
@@ -24,206 +17,14 @@ from transformers import (
     PreTrainedModel,
 )
 
-from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
-from multilora_engine.batch.forward_batch import KVCache
-from multilora_engine.config import EngineConfig
-from multilora_engine.engine.build import capture_graphs, capture_pieces
-from multilora_engine.engine.engine import Engine
-from multilora_engine.engine.memory import MemoryPlan
-from multilora_engine.execution.cuda_graphs import Capture, DecodeGraphs
-from multilora_engine.execution.piecewise_graphs import CudaPieces, Pieces, PiecewiseGraphs, piece_sizes
-from multilora_engine.execution.self_test import GraphFault, StartProgress, faults_named, operator_shapes
+from checkpoints.tiny_llama import save_tiny_llama
+from multilora_engine.execution.self_test import StartProgress, faults_named, operator_shapes
 from multilora_engine.lora.device_tier import TableRows
 from multilora_engine.models.loader import load_model
-from multilora_engine.models.model import only_group
 from multilora_engine.models.weights import Placement
-from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_kernels.cuda import block_sizes
 from multilora_kernels.self_test import OperatorFault
 from multilora_wire.layout import adapter_layout
-
-MAX_NUM_SEQS, MAX_LEN = 5, 64
-
-
-@pytest.mark.parametrize(
-    ("save", "enable_async_scheduling"), [(save_tiny_llama, False), (save_tiny_llama, True), (save_tiny_mixture, True)]
-)
-def test_graphs_choose_the_tokens_of_steps_without(
-    tmp_path: Path, default_model_dir: Path, save: Callable[..., Path], enable_async_scheduling: bool
-) -> None:
-    options = {"enable_async_scheduling": enable_async_scheduling, "max_num_seqs": MAX_NUM_SEQS}
-    expected = _tokens(make_engine(tmp_path, default_model_dir, save, **options))
-    engine = make_engine(tmp_path, default_model_dir, save, **options)
-    replays: list[int] = []
-    graphs = _capture(engine, functools.partial(_counted, replays))
-    assert graphs is not None
-    engine._runner._graphs = graphs
-    assert engine.stats.num_cuda_graphs == len(graphs.sizes)
-    replays.clear()
-    assert _tokens(engine) == expected
-    assert len(replays) >= 10
-
-
-@pytest.mark.parametrize(
-    ("save", "max_num_batched_tokens"),
-    [*((save_tiny_llama, size) for size in (5, 70, 200)), (save_tiny_mixture, 70)],
-)
-def test_steps_with_prompts_choose_the_same_tokens_in_pieces(
-    tmp_path: Path, default_model_dir: Path, save: Callable[..., Path], max_num_batched_tokens: int
-) -> None:
-    options = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": max_num_batched_tokens}
-    expected = _tokens(make_engine(tmp_path, default_model_dir, save, **options))
-    engine = make_engine(tmp_path, default_model_dir, save, **options)
-    pieces = _capture_pieces(engine, RecordedPieces(), **options)
-    assert pieces is not None
-    assert pieces.sizes == piece_sizes(max_num_batched_tokens)
-    engine._runner._pieces = pieces
-    assert _tokens(engine) == expected
-
-
-class _IdlePieces(RecordedPieces):
-    """Whose replays compute nothing."""
-
-    def end(self) -> Callable[[], None]:
-        super().end()
-        return lambda: None
-
-
-def test_pieces_that_give_other_logits_are_not_used(
-    tmp_path: Path, default_model_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = make_engine(tmp_path, default_model_dir, max_num_seqs=MAX_NUM_SEQS)
-    with caplog.at_level(logging.WARNING):
-        assert _capture_pieces(engine, _IdlePieces(), max_num_batched_tokens=70) is None
-    assert "steps with prompts are launched kernel by kernel" in caplog.text
-    with pytest.raises(GraphFault, match="of 64 tokens with adapters"):
-        _capture_pieces(engine, _IdlePieces(), max_num_batched_tokens=70, enable_cuda_graphs=True)
-
-
-def test_a_capture_that_fails_halfway_is_ended_and_one_that_has_ended_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ends: list[str] = []
-
-    class Graph:
-        def capture_begin(self, **_: Any) -> None: ...
-
-        def capture_end(self) -> None:
-            ends.append("end")
-            if len(ends) > 1:
-                raise RuntimeError("operation failed due to a previous error during capture")
-
-        def replay(self) -> None: ...
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    pieces = CudaPieces(None)
-    with pieces.stream():
-        pieces.begin()
-        pieces.end()
-    assert ends == ["end"]
-
-    def fail() -> None:
-        with pieces.stream():
-            pieces.begin()
-            raise ValueError("halfway")
-
-    with pytest.raises(ValueError, match="halfway"):
-        fail()
-    assert ends == ["end", "end"]
-
-
-def test_sizes_of_pieces_are_few_and_end_with_the_largest_step_that_pays() -> None:
-    assert piece_sizes(200) == [64, 128, 192, 200]
-    assert piece_sizes(3) == [3]
-    assert piece_sizes(4096) == [64, 128, 192, 256, 320, 384, 448, 512]
-
-
-@pytest.mark.parametrize("capture", [lambda run: lambda: None, lambda run: run() or (lambda: None)])
-def test_a_graph_that_gives_other_logits_is_not_used(
-    tmp_path: Path, default_model_dir: Path, caplog: pytest.LogCaptureFixture, capture: Capture
-) -> None:
-    engine = make_engine(tmp_path, default_model_dir, max_num_seqs=MAX_NUM_SEQS)
-    with caplog.at_level(logging.WARNING):
-        assert _capture(engine, capture) is None
-    assert (
-        "launched kernel by kernel, which is slower: CUDA graphs failed: the CUDA graph of 1 sequences" in caplog.text
-    )
-    with pytest.raises(GraphFault):
-        _capture(engine, capture, enable_cuda_graphs=True)
-    assert engine.stats.num_cuda_graphs == 0
-
-
-def test_a_device_that_captures_nothing_serves_without_graphs_unless_they_are_asked_for(
-    tmp_path: Path, default_model_dir: Path
-) -> None:
-    def capture(run: Callable[[], None]) -> Callable[[], None]:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    engine = make_engine(tmp_path, default_model_dir, max_num_seqs=MAX_NUM_SEQS)
-    assert _capture(engine, capture) is None
-    with pytest.raises(RuntimeError, match="not permitted"):
-        _capture(engine, capture, enable_cuda_graphs=True)
-
-
-def _tokens(engine: Engine) -> dict[str, list[int]]:
-    """Of more requests than run at once, of different lengths, with adapters and without."""
-    requests = [
-        GenerationRequest(
-            f"r{n}",
-            [(7 * n + i) % VOCAB_SIZE for i in range(3 * n + 1)],
-            SamplingParams(max_tokens=4 + n, end_id=-1, temperature=0.8 * (n % 2), seed=n),
-            lora_task_id=(None, 0, 1)[n % 3],
-        )
-        for n in range(7)
-    ]
-    return {name: answer.token_ids for name, answer in run_all(engine, requests).items()}
-
-
-def _capture(engine: Engine, capture: Capture, **options: Any) -> DecodeGraphs | None:
-    """Over a cache of their own."""
-    runner, num_blocks, block_size = engine._runner, engine.stats.num_blocks, engine._blocks.block_size
-    shape = only_group(runner._model.kv_groups).cache_shape((num_blocks + 1) * block_size, torch.bfloat16)
-    runner._kv_cache = KVCache(*(torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2)))
-    runner._kv_memory = None
-    plan = MemoryPlan(num_blocks, torch.bfloat16, num_host_pages=0, num_device_pages=0, max_model_len=MAX_LEN)
-    config = EngineConfig.model_validate(
-        {"model_path": engine.info.model_path, "max_num_seqs": MAX_NUM_SEQS, "block_size": block_size, **options}
-    )
-    with torch.inference_mode():
-        return capture_graphs(
-            runner._model,
-            runner._kv_cache,
-            config,
-            plan,
-            engine._loras.device.tables,
-            functools.partial(_captured, capture),
-        )
-
-
-def _capture_pieces(engine: Engine, pieces: Pieces, **options: Any) -> PiecewiseGraphs | None:
-    """Over the engine's own cache, whose first block they fill and free again."""
-    runner = engine._runner
-    values = {"model_path": engine.info.model_path, "block_size": engine._blocks.block_size, **options}
-    config = EngineConfig.model_validate({"max_num_seqs": MAX_NUM_SEQS} | values)
-    return capture_pieces(runner._model, runner._kv_cache, config, engine._loras.device.tables, pieces)
-
-
-def _counted(replays: list[int], run: Callable[[], None]) -> Callable[[], None]:
-    """A recorded run, whose replays are noted."""
-    replay = record(run)
-
-    def counted() -> None:
-        replays.append(1)
-        replay()
-
-    return counted
-
-
-def _captured(capture: Capture, *args: Any) -> DecodeGraphs:
-    return DecodeGraphs(*args, capture)
 
 
 class _Heard(logging.Handler):

@@ -28,12 +28,12 @@ from transformers import LlamaConfig
 from multilora_client import AdapterError, AdapterTensors, convert_peft
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
-from multilora_engine.lora.format import TORCH_DTYPES, check_rows, pack_adapter, pack_peft
+from multilora_engine.lora.format import TORCH_DTYPES, check_rows, pack_adapter, pack_peft, random_adapter
 from multilora_engine.lora.layout import MAX_INVOCATION_TOKENS, AdapterTraits, PackedAdapter, page_shape
 from multilora_engine.lora.sources.packing import pack_directory
 from multilora_engine.lora.sources.source import LocalAdapter, Unusable
 from multilora_wire import peft_files
-from multilora_wire.layout import AdapterLayout, adapter_layout, adapter_pages, num_values
+from multilora_wire.layout import AdapterLayout, PageShape, adapter_layout, adapter_pages, num_values
 from multilora_wire.peft_files import read_peft
 from multilora_wire.sites import PLAIN_EXPERTS, ModelSites, decoder_sites
 from multilora_wire.tensor_file import MemoryBytes
@@ -128,6 +128,27 @@ def test_an_adapter_takes_hardly_more_than_its_parameters(rank: int, lora_dtype:
     parameters = sum(num_values(module, rank) for module in layout.sites.plain_modules)
     num_bytes = adapter_pages(layout, rank) * layout.page_bytes
     assert 1 <= num_bytes / (parameters * layout.itemsize) <= 1.05
+
+
+@pytest.mark.parametrize("lora_dtype", ["bfloat16", "int8", "int4"])
+def test_a_random_adapter_has_every_linear_and_half_the_rank_until_it_fits(lora_dtype: str) -> None:
+    layout = adapter_layout(TINY.sites, 8, lora_dtype)
+    asked: list[int] = []
+
+    def fits(shape: PageShape) -> bool:
+        asked.append(shape.num_pages)
+        return len(asked) > 1
+
+    packed = random_adapter(layout, 8, fits, is_dora=True)
+    assert packed is not None
+    assert packed.num_pages == asked[1]
+    assert {(row.layer, row.module_id) for row in packed.rows} == {
+        (module.layer, module.module_id) for module in layout.sites.plain_modules
+    }
+    assert {(row.rank, row.is_dora) for row in packed.rows} == {(4, True)}
+    check_rows(packed.rows, packed.num_pages, layout)
+    assert all(packed.pages.view(-1)[offset : offset + 64].any() for row in packed.rows for offset in row.offsets)
+    assert random_adapter(layout, 8, lambda shape: False) is None
 
 
 def test_the_digest_does_not_depend_on_row_order_row_width_or_wire_dtype() -> None:
