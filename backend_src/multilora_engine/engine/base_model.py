@@ -13,6 +13,8 @@ import torch
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.build import (
+    capture_graphs,
+    capture_pieces,
     choose_device,
     choose_dtype,
     choose_kv_cache_dtype,
@@ -21,11 +23,20 @@ from multilora_engine.engine.build import (
     may_have_graphs,
     tell_of_no_gpu,
 )
-from multilora_engine.engine.memory import MemoryPlan, give_back_freed_memory, plan_memory, wait_for_freed_memory
+from multilora_engine.engine.memory import (
+    NO_STEP_BYTES,
+    MemoryPlan,
+    StepBytes,
+    give_back_freed_memory,
+    plan_memory,
+    wait_for_freed_memory,
+)
 from multilora_engine.engine_info import CallLimits, ClientPolicy, EngineInfo, read_version
 from multilora_engine.errors import ConfigError
+from multilora_engine.execution.cuda_graphs import graph_sizes
+from multilora_engine.execution.piecewise_graphs import CudaPieces, piece_sizes
 from multilora_engine.execution.self_test import check_operators, faults_named
-from multilora_engine.execution.step_memory import peak_growth, step_memory
+from multilora_engine.execution.step_memory import graph_memory, kept_growth, peak_growth, step_memory, trial_cache
 from multilora_engine.lora.device_tier import TableRows
 from multilora_engine.models.checkpoint import weights_fingerprint
 from multilora_engine.models.loader import load_model
@@ -34,6 +45,7 @@ from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.quantization.format import sites_ruled_out
 from multilora_engine.models.registry import begin_model_config
 from multilora_engine.models.weights import Placement
+from multilora_engine.sampling.sampler import WORK_BYTES_PER_LOGIT
 from multilora_engine.sampling.token_counts import TokenCounts
 from multilora_engine.text.tokenizer import Tokenizer
 from multilora_kernels import LoRATables, huge_pages, load_cpu_kernels
@@ -92,20 +104,18 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     layout = adapter_layout(sites, config.lora.max_lora_rank, lora_dtype, ruled_out, fingerprint)
     if layout.code_bits:
         load_cpu_kernels()  # The CPU's kernels quantise adapters as they arrive, for a GPU too.
-    step_bytes = 0
+    steps = NO_STEP_BYTES
     if has_gpu_operators(device):
         tables = TableRows(layout, torch.zeros(1, layout.page_bytes, dtype=torch.uint8, device=device), count=1).tables
         # Before any step, so that an operator that fails is named.
         check_operators(model, tables, kv_dtype, config)
         if device.type == "cuda":
-            has_graphs = may_have_graphs(config, device, model_config)
-            trial = config.model_copy(update={"enable_cuda_graphs": has_graphs})
-            with faults_named("a trial of the largest steps", device):
-                step_bytes = _measure_steps(model, trial, tables, kv_dtype)
+            steps = _measure_steps(model, config, tables, kv_dtype)
+            _logger.info("kept free for steps: %s", steps)
             del tables
             # Memory that the allocator keeps for itself would not count as free.
             torch.cuda.empty_cache()
-    plan = plan_memory(config, model_config, layout, kv_dtype, device, step_bytes)
+    plan = plan_memory(config, model_config, layout, kv_dtype, device, steps)
     layout = replace(layout, max_pages=min(plan.num_host_pages, plan.num_device_pages))
     model.limit_length(plan.max_model_len)
     return BaseModel(model, model_config, dtype, device, tokenizer, tokenizer_path, layout, plan)
@@ -163,14 +173,48 @@ def describe_engine(config: EngineConfig, base: BaseModel) -> EngineInfo:
     )
 
 
-def _measure_steps(model: Model, config: EngineConfig, tables: LoRATables, kv_dtype: torch.dtype) -> int:
-    """`step_memory` of a GPU and that of `TokenCounts`."""
-    max_len = config.max_model_len or model.config.max_position_embeddings
+def _measure_steps(model: Model, config: EngineConfig, tables: LoRATables, kv_dtype: torch.dtype) -> StepBytes:
+    """Of a GPU, whose memory only the weights have yet. tables: of one adapter."""
+    device, max_len = tables.rank.device, config.max_model_len or model.config.max_position_embeddings
+    max_num_seqs, vocab_size = config.max_num_seqs, model.config.vocab_size
     model.limit_length(max_len)
-    step_bytes = step_memory(model, config, kv_dtype, tables, max_len, peak_growth(tables.rank.device))
-    step_bytes += TokenCounts.num_bytes(config.max_num_seqs, model.config.vocab_size)
-    _logger.info("steps: %.2f GiB, by a trial of the largest", step_bytes / (1 << 30))
-    return step_bytes
+    with faults_named("a trial of the largest steps", device):
+        step = step_memory(model, config, kv_dtype, tables, max_len, peak_growth(device))
+    table_bytes = sum(
+        table.nbytes for table in (tables.rank, tables.a_offset, tables.b_offset, tables.magnitude_offset)
+    )
+    return StepBytes(
+        step,
+        _measure_graphs(model, config, tables, kv_dtype, max_len)
+        if may_have_graphs(config, device, model.config)
+        else 0,
+        max_num_seqs * vocab_size * WORK_BYTES_PER_LOGIT,
+        TokenCounts.num_bytes(max_num_seqs, vocab_size) + config.lora.max_loras * table_bytes,
+    )
+
+
+def _measure_graphs(model: Model, config: EngineConfig, tables: LoRATables, kv_dtype: torch.dtype, max_len: int) -> int:
+    """Of a GPU: bytes that captured steps keep, and the block of the KV cache that is theirs alone.
+
+    Graphs that cannot be captured take nothing: they will not be captured later, either.
+    """
+    device = tables.rank.device
+    kv_cache = trial_cache(model, config.block_size, kv_dtype, device)
+    plan = MemoryPlan(0, kv_dtype, 0, 0, max_len)
+
+    def decodes(sizes: list[int]) -> object:
+        return capture_graphs(model, kv_cache, config, plan, tables, None, sizes=sizes)
+
+    def pieces(sizes: list[int]) -> object:
+        return capture_pieces(
+            model, kv_cache, config, plan, tables, CudaPieces(torch.cuda.graph_pool_handle()), None, sizes
+        )
+
+    measure = kept_growth(device)
+    num_bytes = kv_cache.num_bytes + graph_memory(decodes, graph_sizes(config.max_num_seqs), measure)
+    if model.config.general is None:
+        num_bytes += graph_memory(pieces, piece_sizes(config.max_num_batched_tokens), measure)
+    return num_bytes
 
 
 def _prepare_cpu(config: EngineConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -16,7 +16,7 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.engine.memory import MemoryPlan
 from multilora_engine.errors import ConfigError
 from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, capture_decode, graph_sizes
-from multilora_engine.execution.device_probe import is_device_dead
+from multilora_engine.execution.device_probe import is_device_dead, is_out_of_memory
 from multilora_engine.execution.graph_check import GraphCheck, GraphFault
 from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.execution.piecewise_graphs import CudaPieces, Pieces, PiecewiseGraphs, piece_sizes
@@ -203,7 +203,7 @@ def build_model_runner(
         graphs = capture_graphs(model, kv_cache, config, plan, loras.tables, check)
         if model.config.general is None:
             pool = torch.cuda.graph_pool_handle()
-            pieces = capture_pieces(model, kv_cache, config, loras.tables, CudaPieces(pool), check)
+            pieces = capture_pieces(model, kv_cache, config, plan, loras.tables, CudaPieces(pool), check)
     memory = MemoryAhead(kv_cache.keys, kv_cache.values) if device.type == "cpu" else None
     counts = None
     if device.type == "cuda" or config.enable_async_scheduling is True:
@@ -227,15 +227,18 @@ def capture_graphs(
     config: EngineConfig,
     plan: MemoryPlan,
     tables: LoRATables,
-    check: GraphCheck,
+    check: GraphCheck | None,
     capture: CaptureDecode = capture_decode,
+    sizes: list[int] | None = None,
 ) -> DecodeGraphs | None:
     """The cache has one block more than are planned, for rows of padding.
 
-    None if the graphs fail here, and the configuration leaves the choice. Raises GraphFault, or the device's error, if
-    it asks for them, and the error that a device died of.
+    check: None for a trial, whose graphs serve nobody. sizes: in place of all.
+
+    None if the graphs fail here, and the configuration leaves the choice. Raises ConfigError if memory runs out, else
+    GraphFault, or the device's error, if the configuration asks for graphs, and the error that a device died of.
     """
-    sizes = graph_sizes(config.max_num_seqs)
+    sizes = sizes or graph_sizes(config.max_num_seqs)
     max_blocks = -(-plan.max_model_len // config.block_size)
     inputs = DecodeInputs(sizes[-1], max_blocks, config.block_size, plan.num_blocks, tables)
     vocab_size = model.config.vocab_size
@@ -245,32 +248,61 @@ def capture_graphs(
 
     def captured() -> DecodeGraphs:
         graphs = capture(forward, inputs, sizes, vocab_size, kv_cache.keys.device)
-        check.check_decodes(graphs)
+        if check is not None:
+            check.check_decodes(graphs)
         return graphs
 
-    return _unless_it_fails(captured, config, "decode steps", kv_cache.keys.device)
+    return _unless_it_fails(captured, config, plan.steps.graphs, "decode steps", kv_cache.keys.device)
 
 
 def capture_pieces(
-    model: Model, kv_cache: KVCache, config: EngineConfig, tables: LoRATables, pieces: Pieces, check: GraphCheck
+    model: Model,
+    kv_cache: KVCache,
+    config: EngineConfig,
+    plan: MemoryPlan,
+    tables: LoRATables,
+    pieces: Pieces,
+    check: GraphCheck | None,
+    sizes: list[int] | None = None,
 ) -> PiecewiseGraphs | None:
     """Of steps with prompts; the rest as of `capture_graphs`."""
+    sizes = sizes or piece_sizes(config.max_num_batched_tokens)
 
     def captured() -> PiecewiseGraphs:
-        graphs = PiecewiseGraphs(model, kv_cache, tables, piece_sizes(config.max_num_batched_tokens), pieces)
-        check.check_pieces(graphs)
+        graphs = PiecewiseGraphs(model, kv_cache, tables, sizes, pieces)
+        if check is not None:
+            check.check_pieces(graphs)
         return graphs
 
-    return _unless_it_fails(captured, config, "steps with prompts", kv_cache.keys.device)
+    return _unless_it_fails(captured, config, plan.steps.graphs, "steps with prompts", kv_cache.keys.device)
 
 
 def _unless_it_fails(
-    capture: Callable[[], _Graphs], config: EngineConfig, steps: str, device: torch.device
+    capture: Callable[[], _Graphs], config: EngineConfig, planned_bytes: int, steps: str, device: torch.device
 ) -> _Graphs | None:
+    """planned_bytes: of the device's memory, kept free for graphs."""
     try:
         return capture()
     except (RuntimeError, GraphFault) as error:
-        if config.enable_cuda_graphs != "auto" or is_device_dead(device):
+        if is_device_dead(device):
+            raise
+        if any(map(is_out_of_memory, _with_contexts(error))):
+            free, total = (num_bytes / (1 << 30) for num_bytes in torch.cuda.mem_get_info(device))
+            raise ConfigError(
+                f"CUDA graphs of {steps} do not fit: {planned_bytes / (1 << 30):.2f} GiB were kept free for graphs, "
+                f"and {free:.2f} of {total:.2f} GiB are free now; write a smaller gpu_memory_utilization (it is "
+                f"{config.gpu_memory_utilization:g}), max_num_seqs or max_num_batched_tokens"
+            ) from error
+        if config.enable_cuda_graphs != "auto":
             raise
         _logger.warning("%s are launched kernel by kernel, which is slower: CUDA graphs failed: %s", steps, error)
         return None
+
+
+def _with_contexts(error: BaseException) -> Iterator[BaseException]:
+    """An error, and those that it followed: the end of a capture fails, too, after its beginning has failed."""
+    while True:
+        yield error
+        if error.__context__ is None:
+            return
+        error = error.__context__

@@ -108,11 +108,38 @@ _LEAST_DEVICE_SHARE, _LARGEST_DEVICE_SHARE = 0.05, 0.5
 
 
 @dataclass(frozen=True)
+class StepBytes:
+    """Bytes of a GPU's memory that steps need beside weights, KV cache and adapters.
+
+    step: the largest one's work. graphs: what captured steps keep. sampling: the choice of tokens. tables: of tokens
+    and adapters, which outlive a step.
+    """
+
+    step: int
+    graphs: int
+    sampling: int
+    tables: int
+
+    @property
+    def total(self) -> int:
+        return self.step + self.graphs + self.sampling + self.tables
+
+    def __str__(self) -> str:
+        parts = {"the largest step": self.step, "CUDA graphs": self.graphs, "sampling": self.sampling}
+        told = ", ".join(f"{name} {num_bytes / _GIB:.2f} GiB" for name, num_bytes in parts.items())
+        return f"{told}, tables {self.tables / _GIB:.2f} GiB"
+
+
+NO_STEP_BYTES = StepBytes(0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """The sizes of everything that is not weights.
 
     num_blocks, kv_dtype: KV cache. num_host_pages, num_device_pages: adapter tiers; on a CPU they are the same pages.
     spare_bytes: of the device's memory, that nothing else takes: for the floats of `UnpackedWeights`.
+    steps: what was kept free of it for steps.
     """
 
     num_blocks: int
@@ -121,6 +148,7 @@ class MemoryPlan:
     num_device_pages: int
     max_model_len: int
     spare_bytes: int = 0
+    steps: StepBytes = NO_STEP_BYTES
 
 
 def plan_memory(
@@ -129,12 +157,12 @@ def plan_memory(
     layout: AdapterLayout,
     kv_dtype: torch.dtype,
     device: torch.device,
-    step_bytes: int = 0,
+    steps: StepBytes = NO_STEP_BYTES,
 ) -> MemoryPlan:
     """Divide the memory. Call it after the weights are loaded: a GPU's budget is the memory they left.
 
     config: as `on_device` gives it.
-    kv_dtype: of the KV cache. step_bytes: a GPU's memory that steps and their graphs need.
+    kv_dtype: of the KV cache. steps: what a GPU's steps need.
     Raises ConfigError when a tier whose size the operator has written cannot hold one adapter of the largest legal
     size, or the KV cache one sequence.
     """
@@ -145,9 +173,7 @@ def plan_memory(
         num_host_pages = _host_tier_bytes(config, layout, device, available - kv_bytes) // layout.page_bytes
         num_device_pages = num_host_pages
     else:
-        kv_bytes, num_device_pages, spare_bytes = divide_gpu(
-            config, layout, *torch.cuda.mem_get_info(device), step_bytes
-        )
+        kv_bytes, num_device_pages, spare_bytes = divide_gpu(config, layout, *torch.cuda.mem_get_info(device), steps)
         available = available_memory()
         num_host_pages = _host_tier_bytes(config, layout, device, available) // layout.page_bytes
         _check_host_tier(config, layout, num_host_pages * layout.page_bytes, available)
@@ -162,7 +188,7 @@ def plan_memory(
     if device.type == "cpu":
         spare_bytes = _check_machine(kv_bytes, num_host_pages * layout.page_bytes, available)
     max_model_len = _max_model_len(config, model, num_blocks)
-    plan = MemoryPlan(num_blocks, kv_dtype, num_host_pages, num_device_pages, max_model_len, spare_bytes)
+    plan = MemoryPlan(num_blocks, kv_dtype, num_host_pages, num_device_pages, max_model_len, spare_bytes, steps)
     _report(plan, config, layout, device)
     if model.source is not None:
         longest, token_bytes = model.source.longest(config.max_num_encoder_tokens), kv_bytes_per_token(model, kv_dtype)
@@ -181,19 +207,19 @@ def kv_bytes_per_token(model: ModelConfig, kv_dtype: torch.dtype) -> int:
 
 
 def divide_gpu(
-    config: EngineConfig, layout: AdapterLayout, free: int, total: int, step_bytes: int
+    config: EngineConfig, layout: AdapterLayout, free: int, total: int, steps: StepBytes
 ) -> tuple[int, int, int]:
     """Bytes of the KV cache, pages of the device tier and bytes left, of `total` bytes of a GPU that has `free` left.
 
-    step_bytes: as for `plan_memory`. Raises ConfigError when nothing is left.
+    Raises ConfigError when nothing is left.
     """
-    budget = free - step_bytes - int(total * (1 - config.gpu_memory_utilization))
+    budget = free - steps.total - int(total * (1 - config.gpu_memory_utilization))
     if budget <= 0:
         raise ConfigError(
             f"the weights leave {free / _GIB:.2f} GiB of {total / _GIB:.2f} GiB, of which steps need "
-            f"{step_bytes / _GIB:.2f} GiB: nothing is left within gpu_memory_utilization="
-            f"{config.gpu_memory_utilization}; write a larger one, a smaller max_num_batched_tokens, or serve a "
-            "smaller model"
+            f"{steps.total / _GIB:.2f} GiB ({steps}): nothing is left within gpu_memory_utilization="
+            f"{config.gpu_memory_utilization}; write a larger one, a smaller max_num_batched_tokens or max_num_seqs, "
+            "or serve a smaller model"
         )
     device_tier_bytes = _device_tier_bytes(config, layout, budget)
     left = budget - device_tier_bytes

@@ -197,7 +197,11 @@ def capture_graph(run: Run, pool: Any) -> Run:
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # Other threads of the engine may go on using the device while this one captures.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    # Other threads of the engine may go on using the device while this one captures. A capture whose end fails leaves
+    # its stream as the current one: the outer context brings this one back.
+    with (
+        torch.cuda.stream(torch.cuda.current_stream()),
+        torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+    ):
         run()
     return graph.replay

@@ -155,6 +155,8 @@ class CudaPieces:
     @contextmanager
     def stream(self) -> Iterator[None]:
         torch.cuda.synchronize()
+        # In a capture the allocator gives back nothing of what it keeps for the steps of another stream.
+        torch.cuda.empty_cache()
         with torch.cuda.stream(torch.cuda.Stream()):
             try:
                 yield

@@ -2,13 +2,17 @@
 
 They run on memory that holds nothing, before any of it is divided: every sequence reads and writes one block of a small
 cache, and all tokens have an adapter of rank 0, whose work takes as much room as that of any other. An encoder-decoder
-model also encodes as many tokens as it may in a step, the longest sources first.
+model also encodes as many tokens as it may in a step, the longest sources first. Where steps are captured, those of the
+largest sizes are, once, for their memory.
 """
 
 from __future__ import annotations
 
+import gc
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -22,13 +26,22 @@ from multilora_engine.batch.forward_batch import (
 )
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine_info import SourceFacts
-from multilora_engine.execution.cuda_graphs import graph_sizes
-from multilora_engine.execution.piecewise_graphs import piece_sizes
 from multilora_engine.models.model import Model, only_group
 from multilora_kernels import LoRATables
 
 Measure = Callable[[Callable[[], object]], int]
 """Runs a function, and tells the bytes by which the device's memory grew at the most meanwhile."""
+
+
+class Kept(NamedTuple):
+    """Bytes of the device's memory that something keeps: in torch's allocator, and beside it, in the driver."""
+
+    in_torch: int
+    in_driver: int
+
+
+MeasureKept = Callable[[Callable[[], object]], Kept]
+"""Runs a function, tells what its result keeps, and forgets the result."""
 
 _OUTER = OuterParts(embedding_rows=None, head_rows=None, has_embedding_lora=True, has_head_lora=True)
 
@@ -37,24 +50,42 @@ _OUTER = OuterParts(embedding_rows=None, head_rows=None, has_embedding_lora=True
 def step_memory(
     model: Model, config: EngineConfig, kv_dtype: torch.dtype, tables: LoRATables, max_len: int, measure: Measure
 ) -> int:
-    """Bytes of the largest step, and of the captured ones where there are any; these keep theirs.
+    """Bytes of the largest step, launched kernel by kernel.
 
     tables: of at least one adapter, which has rank 0. max_len: of a sequence. measure: `peak_growth` on a GPU.
     """
-    device, block_size = tables.rank.device, config.block_size
-    group = only_group(model.kv_groups)
-    shape = group.cache_shape(block_size, kv_dtype)
-    kv_cache = KVCache(*(torch.zeros(shape, dtype=kv_dtype, device=device) for _ in range(2)))
-    steps = [step_lens(config.max_num_batched_tokens, config.max_num_seqs, max_len)]
-    if config.enable_cuda_graphs:
-        steps.append([1] * graph_sizes(config.max_num_seqs)[-1])
-        num_tokens = piece_sizes(config.max_num_batched_tokens)[-1]
-        steps.append(step_lens(num_tokens, min(num_tokens, config.max_num_seqs), max_len))
+    kv_cache = trial_cache(model, config.block_size, kv_dtype, tables.rank.device)
+    query_lens = step_lens(config.max_num_batched_tokens, config.max_num_seqs, max_len)
     lens = source_lens(model.config.source, config.max_num_encoder_tokens)
-    batches = [trial_batch(query_lens, block_size, tables, lens) for query_lens in steps]
+    step = partial(model.forward, trial_batch(query_lens, config.block_size, tables, lens), kv_cache)
     # Once unmeasured: libraries keep memory of their own, which does not come back either way.
-    model.forward(batches[0], kv_cache)
-    return sum(measure(partial(model.forward, batch, kv_cache)) for batch in batches)
+    step()
+    return measure(step)
+
+
+def trial_cache(model: Model, block_size: int, kv_dtype: torch.dtype, device: torch.device) -> KVCache:
+    """Of one block."""
+    shape = only_group(model.kv_groups).cache_shape(block_size, kv_dtype)
+    return KVCache(*(torch.zeros(shape, dtype=kv_dtype, device=device) for _ in range(2)))
+
+
+def graph_memory(capture: Callable[[list[int]], object], sizes: list[int], measure: MeasureKept) -> int:
+    """Bytes that captured steps of all `sizes` keep, by captures of the largest one and of the two largest.
+
+    capture: captures the steps of some sizes. sizes: ascending. measure: `kept_growth` on a GPU.
+
+    The largest size is captured first, and the others compute in the same memory; but each may keep its results, a row
+    a token. The driver's part is the kernels and their arguments, as many in a size as in another.
+    """
+    *others, largest = sizes
+    one = measure(partial(capture, [largest]))
+    if not others:
+        return sum(one)
+    two = measure(partial(capture, [others[-1], largest]))
+    results = max(0, two.in_torch - one.in_torch) / others[-1] * sum(others)
+    # Once a driver has memory for graphs, it may keep that for the next ones: then `two` is of one size.
+    graphs = max(two.in_driver / 2, min(one.in_driver, two.in_driver)) * len(sizes)
+    return one.in_torch + math.ceil(results) + math.ceil(graphs)
 
 
 def step_lens(num_tokens: int, num_seqs: int, max_len: int) -> list[int]:
@@ -78,17 +109,39 @@ def source_lens(source: SourceFacts | None, max_num_tokens: int) -> list[int]:
 
 
 def peak_growth(device: torch.device) -> Measure:
-    """The growth by torch's allocator, on a GPU."""
+    """The growth of what torch's allocator has of a GPU: its pieces are larger than what lies in them."""
 
     def measure(run: Callable[[], object]) -> int:
-        torch.cuda.synchronize(device)
+        before = _give_back(device)
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
         run()
         torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
+        return torch.cuda.max_memory_reserved(device) - before.in_torch
 
     return measure
+
+
+def kept_growth(device: torch.device) -> MeasureKept:
+    """The growth on a GPU."""
+
+    def measure(make: Callable[[], object]) -> Kept:
+        before = _give_back(device)
+        made = make()
+        after = _give_back(device)
+        del made
+        return Kept(after.in_torch - before.in_torch, max(0, after.in_driver - before.in_driver))
+
+    return measure
+
+
+def _give_back(device: torch.device) -> Kept:
+    """The memory that is in use, by whomever, after torch's allocator has given back what it keeps for later."""
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    in_torch = torch.cuda.memory_reserved(device)
+    return Kept(in_torch, total - free - in_torch)
 
 
 def trial_batch(

@@ -17,6 +17,10 @@ from multilora_engine.sequences.beam_search import Continuations
 from multilora_engine.sequences.sequence import Sequence, for_each_alone
 from multilora_kernels import SamplingRule, most_probable, rule_parameters, sample_tokens
 
+WORK_BYTES_PER_LOGIT = 24
+"""Memory that the choices of a step take at the most, beside the step's own logits; those of the step before, which its
+choice holds in asynchronous steps, are among it. A test measures it."""
+
 _MIN_BEAM_TEMPERATURE = torch.finfo(torch.float32).tiny
 """The smallest normal float32: nothing rounds it to zero."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
@@ -17,8 +18,9 @@ from multilora_engine.batch import transfer
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.build import _unless_it_fails
 from multilora_engine.engine.engine import Engine
+from multilora_engine.errors import ConfigError
 from multilora_engine.execution.device_probe import is_device_dead, is_out_of_memory
-from multilora_engine.execution.self_test import GraphFault
+from multilora_engine.execution.graph_check import GraphFault
 from multilora_engine.request import GenerationRequest, SamplingParams
 
 CPU = torch.device("cpu")
@@ -163,8 +165,38 @@ def test_graphs_that_fail_are_left_out_only_where_they_may_be_and_the_device_is_
 
     if is_sticky or choice is True:
         with pytest.raises(type(error)):
-            _unless_it_fails(capture, config, "decode steps", CPU)
+            _unless_it_fails(capture, config, 0, "decode steps", CPU)
         assert "launched kernel by kernel" not in caplog.text
     else:
-        assert _unless_it_fails(capture, config, "decode steps", CPU) is None
+        assert _unless_it_fails(capture, config, 0, "decode steps", CPU) is None
         assert f"which is slower: CUDA graphs failed: {error}" in caplog.text
+
+
+@pytest.mark.parametrize("choice", ["auto", True])
+@pytest.mark.parametrize("ends_badly", [False, True])
+def test_graphs_that_find_no_memory_stop_the_load_with_the_numbers(
+    checkpoint: Path, device: FaultyDevice, monkeypatch: pytest.MonkeyPatch, choice: object, ends_badly: bool
+) -> None:
+    """ends_badly: the end of a capture whose beginning has failed fails, too, and that error is the one raised."""
+    options = {"enable_cuda_graphs": choice, "gpu_memory_utilization": 0.97}
+    config = EngineConfig.model_validate({"model_path": checkpoint, **options})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 28, 80 << 30))
+
+    @contextmanager
+    def ended() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if ends_badly:
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    def capture() -> None:
+        device.fail("step", torch.OutOfMemoryError("CUDA out of memory"))
+        with ended():
+            device.call("step")
+
+    told = r"steps with prompts do not fit: 3\.25 GiB were kept free for graphs, and 0\.25 of 80\.00 GiB are free now; "
+    with pytest.raises(
+        ConfigError, match=told + r"write a smaller gpu_memory_utilization \(it is 0\.97\), max_num_seqs"
+    ):
+        _unless_it_fails(capture, config, 13 << 28, "steps with prompts", CPU)

@@ -14,7 +14,7 @@ from pydantic import ByteSize
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig, on_device
 from multilora_engine.engine import memory
-from multilora_engine.engine.memory import MemoryPlan, divide_gpu, plan_memory, wait_for_freed_memory
+from multilora_engine.engine.memory import MemoryPlan, StepBytes, divide_gpu, plan_memory, wait_for_freed_memory
 from multilora_engine.errors import ConfigError
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora_config import LoRAConfig
@@ -162,14 +162,16 @@ def test_an_adapter_that_nobody_sent_stops_no_start_of_default_sizes(
 def test_a_gpu_keeps_free_what_steps_need_and_tells_what_is_left(checkpoint: Path) -> None:
     config = EngineConfig(model_path=checkpoint, gpu_memory_utilization=0.75)
     pages = layout(checkpoint, 8)
-    kv_bytes, num_pages, spare_bytes = divide_gpu(config, pages, free=60 << 30, total=80 << 30, step_bytes=10 << 30)
+    steps = StepBytes(step=5 << 30, graphs=3 << 30, sampling=1 << 30, tables=1 << 30)
+    kv_bytes, num_pages, spare_bytes = divide_gpu(config, pages, free=60 << 30, total=80 << 30, steps=steps)
     assert num_pages == int((30 << 30) * 0.05) // pages.page_bytes
     assert kv_bytes == (30 << 30) - int((30 << 30) * 0.05)
     assert spare_bytes == 0
-    with pytest.raises(ConfigError, match=r"leave 60\.00 GiB of 80\.00 GiB, of which steps need 40\.00 GiB: nothing"):
-        divide_gpu(config, pages, free=60 << 30, total=80 << 30, step_bytes=40 << 30)
+    needed = r"40\.00 GiB \(the largest step 5\.00 GiB, CUDA graphs 33\.00 GiB, sampling 1\.00 GiB, tables 1\.00 GiB\)"
+    with pytest.raises(ConfigError, match=rf"leave 60\.00 GiB of 80\.00 GiB, of which steps need {needed}: nothing"):
+        divide_gpu(config, pages, free=60 << 30, total=80 << 30, steps=dataclasses.replace(steps, graphs=33 << 30))
     smaller = config.model_copy(update={"kv_cache_memory_bytes": ByteSize(kv_bytes - (1 << 30))})
-    divided = divide_gpu(smaller, pages, free=60 << 30, total=80 << 30, step_bytes=10 << 30)
+    divided = divide_gpu(smaller, pages, free=60 << 30, total=80 << 30, steps=steps)
     assert divided == (kv_bytes - (1 << 30), num_pages, 1 << 30)
 
 
@@ -195,6 +197,25 @@ def test_a_start_waits_until_the_memory_of_an_ended_process_is_free(
     if told is not None:
         assert re.search(told, caplog.text)
         assert (caplog.records[0].levelname == "WARNING") == (num_looks == 60)
+
+
+@pytest.mark.parametrize("utilization", [0.313, 0.9, 0.97])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        StepBytes(step=3, graphs=1, sampling=0, tables=7),
+        StepBytes(step=(2 << 30) - 1, graphs=1_234_567_891, sampling=786_432_001, tables=131_071),
+    ],
+)
+def test_a_gpu_is_divided_to_the_last_page_within_what_the_operator_allows(
+    checkpoint: Path, utilization: float, steps: StepBytes
+) -> None:
+    total, free = 151_388_815_361, 134_567_890_123
+    config = EngineConfig(model_path=checkpoint, gpu_memory_utilization=utilization)
+    pages = layout(checkpoint, 8)
+    kv_bytes, num_pages, spare_bytes = divide_gpu(config, pages, free, total, steps)
+    left = free - kv_bytes - num_pages * pages.page_bytes - spare_bytes - steps.total
+    assert 0 <= left - int(total * (1 - utilization)) < pages.page_bytes
 
 
 def kv_plan(checkpoint: Path, num_tokens: int, max_model_len: int = 0) -> int:

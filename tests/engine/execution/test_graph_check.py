@@ -294,7 +294,8 @@ def _capture_pieces(engine: Engine, pieces: Pieces, **options: Any) -> Piecewise
     values = {"model_path": engine.info.model_path, "block_size": block_size, **options}
     config = EngineConfig.model_validate({"max_num_seqs": MAX_NUM_SEQS} | values)
     check = GraphCheck(runner._model, runner._kv_cache, loras, engine.stats.num_blocks, block_size, MAX_LEN)
-    return capture_pieces(runner._model, runner._kv_cache, config, loras.tables, pieces, check)
+    plan = MemoryPlan(0, torch.bfloat16, num_host_pages=0, num_device_pages=0, max_model_len=MAX_LEN)
+    return capture_pieces(runner._model, runner._kv_cache, config, plan, loras.tables, pieces, check)
 
 
 def _counted(replays: list[int], run: Callable[[], None]) -> Callable[[], None]:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from support.encoder_decoders import make_model
+from support.recorded_graph import RecordedPieces, record
 
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.batch.forward_batch import ForwardBatch, KVCache
 from multilora_engine.config import EngineConfig
+from multilora_engine.engine import base_model
+from multilora_engine.engine.memory import kv_bytes_per_token
 from multilora_engine.engine_info import SourceFacts
-from multilora_engine.execution.step_memory import source_lens, step_lens, step_memory, trial_batch
+from multilora_engine.execution.cuda_graphs import DecodeGraphs
+from multilora_engine.execution.piecewise_graphs import PiecewiseGraphs
+from multilora_engine.execution.step_memory import Kept, graph_memory, source_lens, step_lens, step_memory, trial_batch
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora.device_tier import TableRows
 from multilora_engine.models.decoder import Decoder
@@ -34,14 +40,9 @@ def test_a_largest_step_has_all_tokens_and_sequences_that_a_step_may_have(
     assert step_lens(num_tokens, num_seqs, max_len) == lens
 
 
-@pytest.mark.parametrize("has_graphs", [False, True])
-def test_the_model_computes_the_largest_step_and_with_graphs_the_largest_decode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_graphs: bool
-) -> None:
+def test_the_model_computes_the_largest_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_tiny_llama(tmp_path)
-    config = EngineConfig(
-        model_path=path, max_num_batched_tokens=70, max_num_seqs=5, block_size=16, enable_cuda_graphs=has_graphs
-    )
+    config = EngineConfig(model_path=path, max_num_batched_tokens=70, max_num_seqs=5, block_size=16)
     model = load_model(path, Placement(torch.float32, torch.float32, CPU))
     model.limit_length(64)
     layout = checkpoint_layout(path, 8, "float32")
@@ -66,8 +67,62 @@ def test_the_model_computes_the_largest_step_and_with_graphs_the_largest_decode(
     monkeypatch.setattr(Decoder, "forward", watched)
     needed = step_memory(model, config, torch.float32, tables, 64, measure)
     mixed = [1, 1, 1, 3, 64]
-    assert sizes == [mixed, mixed, *([[1] * 5, mixed] if has_graphs else [])]
-    assert needed == 1070 + (1005 + 1070) * has_graphs
+    assert sizes == [mixed, mixed]
+    assert needed == 1070
+
+
+@pytest.mark.parametrize(
+    ("sizes", "in_driver", "expected"),
+    [
+        ([7], [31], 1007 + 31),
+        # Each size but the largest keeps 3 bytes a token.
+        ([1, 3, 5, 7], [31, 62], 1007 + 3 * (1 + 3 + 5) + 31 * 4),
+        # The driver gave nothing back after the first capture.
+        ([1, 3, 5, 7], [33, 31], 1007 + 3 * (1 + 3 + 5) + 31 * 4),
+        # It took memory of its own with the first one.
+        ([5, 7], [999, 60], 1007 + 3 * 5 + 60 * 2),
+        ([3, 5, 7], [7, 13], 1007 + 3 * (3 + 5) + 21),
+        # Other processes gave memory back meanwhile.
+        ([5, 7], [0, 0], 1007 + 3 * 5),
+    ],
+)
+def test_all_captured_sizes_take_what_two_of_them_tell(sizes: list[int], in_driver: list[int], expected: int) -> None:
+    captured: list[list[int]] = []
+
+    def measure(capture: Callable[[], object]) -> Kept:
+        capture()
+        return Kept(1007 + 3 * sum(captured[-1][:-1]), in_driver[len(captured) - 1])
+
+    assert graph_memory(captured.append, sizes, measure) == expected
+    assert captured == [sizes[-1:], sizes[-2:]][: len(sizes)]
+
+
+def test_the_two_largest_sizes_are_captured_for_their_memory_over_one_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_tiny_llama(tmp_path)
+    config = EngineConfig(model_path=path, max_num_batched_tokens=100, max_num_seqs=3, block_size=16)
+    model = load_model(path, Placement(torch.float32, torch.float32, CPU))
+    model.limit_length(64)
+    layout = checkpoint_layout(path, 8, "float32")
+    tables = TableRows(layout, torch.zeros(1, layout.page_bytes, dtype=torch.uint8), count=1).tables
+    captured: list[list[int]] = []
+
+    def measure(capture: Callable[[], object]) -> Kept:
+        captured.append(cast(DecodeGraphs | PiecewiseGraphs, capture()).sizes)
+        return Kept(1000, 20 * len(captured[-1]))
+
+    def capture(*arguments: Any) -> DecodeGraphs:
+        return DecodeGraphs(*arguments, record)
+
+    monkeypatch.setattr(base_model, "kept_growth", lambda device: measure)
+    monkeypatch.setattr(base_model, "capture_graphs", partial(base_model.capture_graphs, capture=capture))
+    monkeypatch.setattr(base_model, "CudaPieces", lambda pool: RecordedPieces())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    num_bytes = base_model._measure_graphs(model, config, tables, torch.float32, 64)
+    assert captured == [[3], [2, 3], [100], [64, 100]]
+    block = 16 * kv_bytes_per_token(model.config, torch.float32)
+    assert num_bytes == block + (1000 + 3 * 20) + (1000 + 2 * 20)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +144,6 @@ def test_an_encoder_decoder_computes_the_largest_step_with_sources(tmp_path: Pat
         max_num_seqs=5,
         max_num_encoder_tokens=90,
         block_size=16,
-        enable_cuda_graphs=False,
     )
     model = load_model(tmp_path, Placement(torch.float32, torch.float32, CPU))
     model.limit_length(64)

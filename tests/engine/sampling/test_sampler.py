@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import accumulate
 from random import Random
+from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
+from support.gpu_path import make_device
+from torch.profiler import ProfilerActivity, profile
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     TemperatureLogitsWarper,
@@ -15,14 +20,18 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from multilora_engine.guides.guided import GuideMatcher
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.sampling import sampler
-from multilora_engine.sampling.sampler import Choice
+from multilora_engine.sampling.sampler import WORK_BYTES_PER_LOGIT, Choice
+from multilora_engine.sampling.token_counts import DeviceTokens, TokenCounts
+from multilora_engine.sequences.beam_search import BeamSearch
 from multilora_engine.sequences.sequence import Sequence
 from multilora_engine.text.text_stream import TextStream
 from multilora_kernels import SamplingRule, sampling_reference
 
 VOCAB = 37
+CPU = torch.device("cpu")
 
 
 def sequence(sampling: SamplingParams, answer: Iterable[int] = ()) -> Sequence:
@@ -205,3 +214,45 @@ def test_numbers_that_overflowed_are_told_of_in_their_own_rows_only(top_k: int) 
     tokens = Choice(scores, rows, ()).read()
     assert [token.is_finite for token in tokens] == [True, False, False, False, True, True]
     assert [token.token_id for token in tokens[4:]] == [9, None]
+
+
+@pytest.mark.parametrize("is_search", [False, True])
+def test_a_choice_takes_no_more_memory_than_is_kept_free_for_it(
+    monkeypatch: pytest.MonkeyPatch, is_search: bool
+) -> None:
+    """By the operators of a GPU, in all requests with all that takes memory, beside the logits of the step before."""
+    num_rows, vocab = 16, 4096
+    make_device(monkeypatch).serve(monkeypatch)
+    # A kernel that does not run leaves any numbers behind.
+    token_ids, sample_tokens = torch.zeros(num_rows, dtype=torch.int64), sampler.sample_tokens
+    monkeypatch.setattr(sampler, "sample_tokens", lambda *arguments: (sample_tokens(*arguments), token_ids)[1])
+    own = {"beam_width": 2} if is_search else {"return_generation_logits": True, "temperature": 1.0, "top_k": 0}
+    wanted = SamplingParams(9, return_log_probs=not is_search, num_top_log_probs=5, frequency_penalty=0.1, **own)  # type: ignore[arg-type]
+    sequences = [sequence(wanted, [row]) for row in range(num_rows)]
+    for each in sequences:
+        if is_search:
+            each.search = BeamSearch(wanted, (), 9, each.text)
+        each.guide = cast(GuideMatcher, SimpleNamespace(allowed=np.full(vocab // 32, -1, np.int32)))
+    # A row that wants nothing: the others are copied.
+    sequences[0] = sequence(SamplingParams(9))
+    tokens = DeviceTokens(
+        TokenCounts(num_rows, vocab, CPU), torch.ones(num_rows, dtype=torch.int64), torch.arange(num_rows)
+    )
+    scores = torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(1))
+
+    def choose_and_read() -> None:
+        choice = Choice(scores, sequences, (), tokens)
+        if is_search:
+            choice.read()
+
+    peak = _peak_bytes(choose_and_read) + scores.nbytes
+    assert 0.75 * WORK_BYTES_PER_LOGIT < peak / scores.numel() < WORK_BYTES_PER_LOGIT
+
+
+def _peak_bytes(work: Callable[[], None]) -> int:
+    """The growth of memory for tensors at the most."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    assert profiled.profiler is not None
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
