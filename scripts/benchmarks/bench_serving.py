@@ -17,7 +17,6 @@ import asyncio
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -29,10 +28,10 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from tokenizers import Tokenizer
 
 from benchmarks.adapter_bench import random_wire
 from benchmarks.cpu_times import CpuTimes, seconds_between
+from benchmarks.engine_in_process import EngineInProcess
 from benchmarks.light_client import light_asks
 from benchmarks.results import Row, at_least, report, threads_title
 from marked_tables import figure, markdown_table, write_table
@@ -41,12 +40,9 @@ from multilora_client.bench.load import Ask, Load, Sample, run_closed, run_load
 from multilora_client.bench.report import Stage, describe_knee, find_knee, summarise, write_csv
 from multilora_client.bench.report import render as render_stages
 from multilora_client.bench.workload import Job, Target, make_jobs, make_prompts, popularity_shares
-from multilora_engine.config import EngineConfig
-from multilora_engine.engine.engine import Engine
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.quickstart.default_model import ensure_default_checkpoint
 from multilora_engine.quickstart.quantized_default_model import SchemeName, ensure_quantized_checkpoint
-from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.tritonserver import ServerProcess
 from plots import PERFORMANCE, write_plots
 from servers.started_server import started_server
@@ -109,29 +105,6 @@ class Results:
             num_tokens = sum(sample.num_output_tokens for sample in samples)
             per_token = {name: 1e3 * value / num_tokens for name, value in cpu_seconds.items()}
             self.costs.setdefault(what, []).append(per_token)
-
-
-class EngineInProcess:
-    """The engine as the server configures it, without anything around it."""
-
-    def __init__(self, model: Path) -> None:
-        self._engine = Engine(EngineConfig.model_validate({"model_path": model}))
-        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-        self._request_ids = itertools.count()
-
-    def close(self) -> None:
-        self._engine.close()
-
-    def tokens_per_s(self, prompts: Sequence[str], output_tokens: int) -> float:
-        """The tokens/s of all prompts at once, until the last answer is whole."""
-        started, num_tokens = time.perf_counter(), 0
-        for prompt in prompts:
-            sampling = SamplingParams(max_tokens=output_tokens, end_id=-1)
-            token_ids = self._tokenizer.encode(prompt).ids
-            self._engine.add_request(GenerationRequest(f"bench-{next(self._request_ids)}", token_ids, sampling))
-        while self._engine.has_work:
-            num_tokens += sum(len(output.token_ids) for output in self._engine.step())
-        return num_tokens / (time.perf_counter() - started)
 
 
 def random_adapter(model: Path, lora_task_id: int, rank: int) -> Adapter:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from repository import REPOSITORY
 
@@ -125,28 +125,44 @@ def missing_tools() -> list[str]:
 
 def run_part(name: str, seconds: float, is_dry: bool, log: Path) -> PartResult:
     """Run one part, for so many seconds at most. log: the file of all that its processes print."""
-    log.unlink(missing_ok=True)
+    count = min(MOST_PROCESSES, os.cpu_count() or 1) if name in SHARED_PARTS and not is_dry else 1
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows"
-        count = min(MOST_PROCESSES, os.cpu_count() or 1) if name in SHARED_PARTS and not is_dry else 1
-        started = time.monotonic()
-        with log.open("a") as output:
-            processes = [_start([name, str(rows), str(n), str(count)], output, is_dry) for n in range(count)]
-            end = _end_of(processes, seconds)
-        if end == "failed":
-            end = f"failed: {_last_lines(log)}"
-        lines = rows.read_text().splitlines() if rows.exists() else []
-        return PartResult(name, end, time.monotonic() - started, [json.loads(line) for line in lines])
+        commands = [part_command(sys.executable, name, rows, is_dry, n, count) for n in range(count)]
+        return run_processes(name, commands, part_environment(is_dry), seconds, log, rows)
 
 
-def _start(arguments: list[str], output: IO[str], is_dry: bool) -> subprocess.Popen[bytes]:
-    environment = dict(os.environ)
-    if is_dry:
-        from multilora_kernels import interpreter
+def part_command(
+    python: str, name: str, rows: Path, is_dry: bool, process: int = 0, num_processes: int = 1
+) -> list[str]:
+    """The command of one process of a part, which appends its rows to a file."""
+    arguments = [name, str(rows), str(process), str(num_processes), *(["--dry-run"] if is_dry else [])]
+    return [python, "-m", "gpu.parts", *arguments]
 
-        environment |= interpreter.ENVIRONMENT
-    command = [sys.executable, "-m", "gpu.parts", *arguments, *(["--dry-run"] if is_dry else [])]
-    return subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+
+def part_environment(is_dry: bool) -> dict[str, str]:
+    if not is_dry:
+        return dict(os.environ)
+    from multilora_kernels import interpreter
+
+    return os.environ | interpreter.ENVIRONMENT
+
+
+def run_processes(
+    name: str, commands: list[list[str]], environment: Mapping[str, str], seconds: float, log: Path, rows: Path
+) -> PartResult:
+    """Run the processes of a part, for so many seconds at most, and read the rows that they have appended to a file."""
+    started = time.monotonic()
+    with log.open("w") as output:
+        processes = [
+            subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+            for command in commands
+        ]
+        end = _end_of(processes, seconds)
+    if end == "failed":
+        end = f"failed: {_last_lines(log)}"
+    lines = rows.read_text().splitlines() if rows.exists() else []
+    return PartResult(name, end, time.monotonic() - started, [json.loads(line) for line in lines])
 
 
 def _end_of(processes: list[subprocess.Popen[bytes]], seconds: float) -> str:
@@ -171,12 +187,17 @@ def _last_lines(log: Path) -> str:
 
 def write_report(results: Mapping[str, PartResult], missing: str, output: Path) -> None:
     """`gpu_report.json`, `gpu_report.md`, and what was tuned as a new `block_sizes.json`, in a folder."""
-    content = {"missing": missing, "parts": [vars(result) for result in results.values()]}
-    (output / "gpu_report.json").write_text(json.dumps(content, indent=1) + "\n")
-    (output / "gpu_report.md").write_text(render(results, missing))
+    write_results(results, missing, output / "gpu_report")
     entries = [json.loads(row["note"]) for result in results.values() for row in result.rows if row["what"] == PLAN]
     if entries:
         (output / TILES.name).write_text(json.dumps(tuned_tiles(entries), indent=2) + "\n")
+
+
+def write_results(results: Mapping[str, PartResult], missing: str, place: Path) -> None:
+    """The results as JSON and as Markdown, in two files of one name. missing: a sentence above all results."""
+    content = {"missing": missing, "parts": [vars(result) for result in results.values()]}
+    place.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
+    place.with_suffix(".md").write_text(render(results, missing))
 
 
 def tuned_tiles(entries: list[dict[str, Any]]) -> dict[str, Any]:

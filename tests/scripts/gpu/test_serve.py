@@ -1,0 +1,106 @@
+"""Serving from a GPU, in a dry run on a CPU; and the clients that count wrong answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Sequence
+
+import pytest
+
+from checkpoints.telling_adapters import BASE_TOKEN, answer
+from gpu import report, serve, telling_load
+from gpu.telling_load import STREAMED, UNLOADS, UPLOADS, WHOLE
+from multilora_client.errors import MultiloraClientError
+from repository import REPOSITORY
+from trials.judging_clients import Tally, text_of
+
+
+def rows_of(output, step: str) -> dict[str, dict[str, object]]:
+    return {row["what"]: row for row in map(json.loads, (output / f"{step}.jsonl").read_text().splitlines())}
+
+
+def run(output, *options: str) -> dict[str, str]:
+    """How each step ends."""
+    command = [str(REPOSITORY / "scripts" / "gpu_serve"), "--dry-run", "--output", str(output), *options]
+    subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, stdout=subprocess.DEVNULL)
+    return {part["name"]: part["end"] for part in json.loads((output / "gpu_serve.json").read_text())["parts"]}
+
+
+OWN_STEPS = ("packages", "prepare", "answers", "speed", "recovery")
+
+
+def check_rows(output, by: str) -> None:
+    assert rows_of(output, "packages")["missing"]["note"] == "nothing"
+    answers = rows_of(output, "answers")
+    assert answers["ready"]["note"] == f"by {by}"
+    assert answers["checked answers"]["value"] >= 60
+    assert answers["wrong answers"]["value"] == 0
+    assert not [name for name in answers if name.startswith("errors")]
+    assert all(answers[name]["value"] > 0 for name in (STREAMED, WHOLE, UPLOADS))
+    speed = rows_of(output, "speed")
+    assert {f"2 at once, {mix}: through the server" for mix in ("all different", "no adapter", "one adapter")} <= set(
+        speed
+    )
+    assert speed["2 at once, all different, engine in this process"]["value"] > 0
+    assert "UNAVAILABLE" in rows_of(output, "recovery")["right again after an error that sticks"]["note"]
+
+
+def test_every_step_runs_without_tritonserver(tmp_path):
+    ends = run(tmp_path, "--no-tritonserver", "--steps", *OWN_STEPS)
+    assert ends == dict.fromkeys(OWN_STEPS, "done"), (tmp_path / "gpu_serve.md").read_text()
+    check_rows(tmp_path, "the engine's own process")
+
+
+@pytest.mark.long(reason="a server starts three times, and the interpreter runs the kernels of a step")
+def test_every_step_runs_with_tritonserver(tmp_path):
+    ends = run(tmp_path)
+    known = [name for name in serve.STEPS if name in OWN_STEPS or name in report.PARTS]
+    assert [ends[name] for name in known] == ["done"] * len(known), (tmp_path / "gpu_serve.md").read_text()
+    check_rows(tmp_path, "tritonserver")
+
+
+def test_a_step_that_cannot_run_stops_no_other(tmp_path, monkeypatch):
+    monkeypatch.setitem(serve.STEPS, "packages", 0.01)
+    results = serve.serve(tmp_path, tmp_path / "work", None, False, ["packages", "kernels_of_a_step"])
+    assert results["packages"].end == "stopped after 0 s"
+    assert results["kernels_of_a_step"].end != "not started: no time was left"
+    assert "## packages: stopped" in (tmp_path / "gpu_serve.md").read_text()
+
+
+class Telling:
+    """A client of a server that answers as it should, but for one adapter."""
+
+    def __init__(self, is_right: bool) -> None:
+        self._is_right = is_right
+        self._versions: dict[int, int] = {}
+
+    async def ask(
+        self, prompt: Sequence[int], max_tokens: int, number: int | None, streams: bool
+    ) -> AsyncGenerator[str, None]:
+        await asyncio.sleep(0)
+        if number is not None and number not in self._versions:
+            raise MultiloraClientError("not found", code="NOT_FOUND")
+        version = self._versions.get(number, 0) if self._is_right else 0
+        tokens = [BASE_TOKEN] * max_tokens if number is None else answer(number, version)
+        for piece in [[token] for token in tokens] if streams else [tokens]:
+            yield text_of(piece)
+
+    async def upload(self, number: int, version: int) -> None:
+        self._versions[number] = version
+
+    async def unload(self, number: int) -> None:
+        del self._versions[number]
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_an_answer_of_an_earlier_version_is_wrong(is_right):
+    tally = Tally()
+    asyncio.run(telling_load._Owner(Telling(is_right), 7, tally).run(goal=400, end=float("inf")))
+    assert tally.seen[STREAMED] + tally.seen[WHOLE] == 400
+    assert tally.seen[UNLOADS] > 2
+    assert bool(tally.wrong) != is_right
+    assert not [code for code in tally.seen if code.isupper()]
