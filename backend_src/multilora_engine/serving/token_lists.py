@@ -79,7 +79,7 @@ def encode_messages(
             chat.messages, chat.tools, options, keeps_special, most, add_special_tokens, use
         )
     except RecursionError:
-        raise TemplateRefusal("messages are nested too deep for the model's chat template") from None
+        raise TemplateRefusal("messages are nested too deep for the chat template") from None
 
 
 def check_chat(text: str, info: EngineInfo) -> None:

@@ -167,7 +167,7 @@ def _lacks(messages: Sequence[Message], render: Callable[[Sequence[Message]], st
     for i, unit in marking.units:
         if not quoted.isdisjoint(unit.marks) or (found.isdisjoint(unit.marks) and not unit.is_optional):
             place = " has no place for tools: it" if unit.of_tools else ""
-            lacks.needed.setdefault(i, f"the model's chat template{place} leaves out {unit.name}")
+            lacks.needed.setdefault(i, f"the chat template{place} leaves out {unit.name}")
         elif found.isdisjoint(unit.marks):
             lacks.wanted.add(i)
     return lacks

@@ -42,11 +42,11 @@ def render_chat(chats: PreTrainedTokenizerFast, chat: Chat) -> list[str]:
     options = {"add_generation_prompt": True, **options}
     text = _render(chats, messages, tools, options)
     if tools and text == _render(chats, messages, None, options):
-        raise InvalidRequest("the model's chat template has no place for tools")
+        raise InvalidRequest("the chat template has no place for tools")
     pieces = plain.pieces(text)
     if chat.max_bytes is not None and (num_bytes := sum(len(piece.encode()) for piece in pieces)) > chat.max_bytes:
         raise InvalidRequest(
-            f"the model's chat template makes {num_bytes} bytes of the messages; a prompt may have {chat.max_bytes}"
+            f"the chat template makes {num_bytes} bytes of the messages; a prompt may have {chat.max_bytes}"
         )
     return pieces
 
@@ -67,5 +67,5 @@ def _render(
     except MemoryError:
         raise
     except Exception as error:  # templates are programs, which may raise any error
-        raise InvalidRequest(f"the model's chat template refused the messages: {error}") from error
+        raise InvalidRequest(f"the chat template refused the messages: {error}") from error
     return str(text)

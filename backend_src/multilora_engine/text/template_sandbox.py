@@ -79,9 +79,9 @@ def _render(frame: bytes) -> bytes:
     except InvalidRequest as error:
         message = str(error)
     except RecursionError:
-        message = "messages are nested too deep for the model's chat template"
+        message = "messages are nested too deep for the chat template"
     except Exception as error:
-        message = f"the model's chat template refused the messages: {type(error).__name__}: {error}"
+        message = f"the chat template refused the messages: {type(error).__name__}: {error}"
     # A template may say what is no valid Unicode.
     return msgspec.msgpack.encode(_Rendered(error=message.encode("utf-8", "backslashreplace").decode()))
 

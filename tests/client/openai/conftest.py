@@ -105,7 +105,7 @@ class Server:
 
     def _check_tools(self, name: str) -> None:
         if self.refuses_tools and re.search('"tools"|"tool_calls"|"role": "tool"', self.value(name) or ""):
-            raise InvalidRequest("the model's chat template has no place for tools")
+            raise InvalidRequest("the chat template has no place for tools")
 
     def _fail_at(self, place: int) -> None:
         if self.error and place == self.error_at:

@@ -246,7 +246,7 @@ def test_earlier_calls_without_a_place_are_refused(templated: Path) -> None:
         ({"chat_template_kwargs": {"chat_template": "x", "tools": []}}, "may not set chat_template, tools"),
         ({"chat_template_kwargs": {"tokenize": True}}, "may not set tokenize"),
         ({"chat_template_kwargs": {"add_generation_prompt": False}}, "may not set add_generation_prompt"),
-        ({"chat_template_kwargs": {"messages": []}}, "the model's chat template refused the messages"),
+        ({"chat_template_kwargs": {"messages": []}}, "the chat template refused the messages"),
         ({"chat_template_kwargs": [1]}, "Expected `object`, got `array` - at `[$].chat_template_kwargs`"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "the answer cannot begin twice"),
         ({"add_generation_prompt": 1}, "Expected `bool | null`, got `int`"),
