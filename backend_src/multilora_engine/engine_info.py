@@ -82,12 +82,14 @@ class SourceFacts:
     max_tokens: the longest source; None as long as only the model's own positions are known, and these have no end.
     decoder_start_token_id: the decoder's text begins with it, unless a request says otherwise.
     forced_first_token_id: the first token after that beginning, which is one of the answer; None lets the model choose.
+    forced_last_token_id: the last token of an answer that is as long as it may become; None lets the model choose.
     pad_token_id: upstream's preprocessing sends this one token as a beginning that nobody has given.
     """
 
     max_tokens: int | None
     decoder_start_token_id: int
     forced_first_token_id: int | None
+    forced_last_token_id: int | None
     pad_token_id: int
 
     def longest(self, max_num_encoder_tokens: int) -> int:

@@ -44,6 +44,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     the answer. embedding_bias: (token id, addend of its logit). bad_token_sequences: never completed.
 
     forced_first_id: the answer's first token, whatever else the request says; a guide holds for the text after it.
+    forced_last_id: in the same way, the last token of an answer that is as long as it may become.
     min_tokens: no end token before this many tokens. end_id: None means the model's own end tokens, which are `end_ids`
     if there are any, else the checkpoint's; -1 means none.
     guide_after_thinking: the guide holds for the text after the thinking of a model that thinks (guides/thinking.py).
@@ -91,6 +92,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     guide: Guide | None = None
     guide_after_thinking: bool = False
     forced_first_id: int | None = None
+    forced_last_id: int | None = None
     return_log_probs: bool = False
     num_top_log_probs: int = 0
     return_context_logits: bool = False

@@ -91,6 +91,7 @@ class Family:
                 eos_token_id=ENDS,
                 pad_token_id=0,
                 forced_bos_token_id=sampling.forced_first_id,
+                forced_eos_token_id=sampling.forced_last_id,
                 return_dict_in_generate=True,
                 output_scores=True,
             )
@@ -212,12 +213,13 @@ def test_equal_sources_of_a_tenant_and_an_adapter_are_encoded_once_and_answers_h
 def test_beams_share_a_source_and_are_those_of_transformers(
     family: Family, engine: Engine, default_model_dir: Path
 ) -> None:
-    forced_or_not: list[dict[str, int]] = [{}, {"forced_first_id": 60}]
+    ends_by_force = {"forced_last_id": ENDS[-1]}
+    forced_or_not: list[dict[str, int]] = [*[{}, {"forced_first_id": 60}] * 3, {}, ends_by_force, ends_by_force]
     options = {"end_id": None, "length_penalty": 1.0, "max_tokens": 10}
     searches = [
         translation(family, f"s{i}", random_tokens(length, seed=length), task, 0, beam_width=width, **options, **forced)
         for i, (length, task, width, forced) in enumerate(
-            zip([9, 22, 17, 30, 9, 9, 30], cycle([None, 0, 1, 2]), [2, 4, 3, 5, 4, 5, 3], cycle(forced_or_not))
+            zip([9, 22, 17, 30, 9, 9, 30, 9, 17], cycle([None, 0, 1, 2]), [2, 4, 3, 5, 4, 5, 3, 4, 5], forced_or_not)
         )
     ]
     expected = {search.request_id: family.beams(search) for search in searches}
@@ -243,6 +245,24 @@ def test_a_forced_token_is_the_first_of_the_answer_and_counts_as_one(family: Fam
     )
     answers = run_all(engine, [forced, begun])
     assert answers["forced"].token_ids == [77, *answers["begun"].token_ids]
+
+
+def test_a_forced_end_token_takes_the_last_place_only(family: Family, engine: Engine, default_model_dir: Path) -> None:
+    """As in transformers' `generate`. The answer was cut off, which its reason tells."""
+    source, last = random_tokens(9, seed=2), ENDS[-1]
+    options: dict[str, Any] = {"min_tokens": 6, "bad_token_sequences": ((last,),), "end_id": None}
+    free = translation(family, "free", source, 0, max_tokens=6, **options)
+    forced = msgspec.structs.replace(free, request_id="forced")
+    forced = msgspec.structs.replace(forced, sampling=msgspec.structs.replace(free.sampling, forced_last_id=last))
+    both = translation(family, "both", source, 0, max_tokens=1, forced_first_id=77, forced_last_id=last)
+    endless = translation(family, "endless", source, 0, max_tokens=3)
+    unended = translation(family, "unended", source, 0, max_tokens=3, forced_last_id=last)
+    for one in (engine, family.engine(default_model_dir, enable_async_scheduling=True)):
+        answers = run_all(one, [free, forced, both, endless, unended])
+        assert answers["forced"].token_ids == [*answers["free"].token_ids[:-1], last]
+        assert answers["both"].token_ids == [last]
+        assert answers["unended"].token_ids == [*answers["endless"].token_ids[:2], last]
+        assert {answer.final.finish_reason for answer in answers.values() if answer.final} == {"length"}
 
 
 def test_logits_and_log_probs_of_the_prompt_are_of_the_decoders_beginning(family: Family, engine: Engine) -> None:
@@ -309,6 +329,7 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "max_tokens": st.sampled_from([0, 1, 5, 600]),
     "beam_width": st.sampled_from([1, 1, 3, 9]),
     "forced_first_id": st.none() | TOKENS,
+    "forced_last_id": st.none() | TOKENS,
     "min_tokens": st.integers(0, 3),
     "end_id": st.none() | TOKENS,
     "return_context_logits": st.booleans(),
@@ -349,7 +370,8 @@ def test_any_request_is_answered_or_refused_and_its_neighbour_has_the_same_bits(
         if final.error_code is None:
             assert final.num_prompt_tokens == len(request.source_token_ids)
             first = [beam.token_ids[0] for beam in final.beams] or answers[request.request_id].token_ids[:1]
-            assert request.sampling.forced_first_id is None or set(first) <= {request.sampling.forced_first_id}
+            forced = {request.sampling.forced_first_id, request.sampling.forced_last_id} - {None}
+            assert request.sampling.forced_first_id is None or set(first) <= forced
 
 
 def test_what_no_encoder_decoder_has_is_refused_by_name(family: Family, engine: Engine) -> None:

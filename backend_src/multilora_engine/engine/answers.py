@@ -85,7 +85,7 @@ class Answers:
             return self.finish(sequence, "length")
         if (token_id := token.token_id) is None:
             return error_output(sequence.request, no_token_left(sequence))
-        is_forced = sequence.request.sampling.forced_first_id is not None and not sequence.output_token_ids
+        is_forced = sequence.forced_token(len(sequence.output_token_ids)) is not None
         try:
             is_complete = sequence.guide is not None and not is_forced and sequence.guide.advance(token_id)
         except InvalidRequest as error:
@@ -95,12 +95,13 @@ class Answers:
             sequence.held.log_probs.append(token.log_prob)
         if token.logits is not None:
             sequence.held.logits.append(token.logits)
-        if token_id in end_tokens(sequence.request.sampling, self._end_token_ids):
+        is_forced_end = sequence.request.sampling.forced_last_id is not None and sequence.is_full
+        if not is_forced_end and token_id in end_tokens(sequence.request.sampling, self._end_token_ids):
             return self.finish(sequence, "stop", sequence.text.end(token_id))
         delta = sequence.text.push(token_id)
         if is_complete:
             return self.finish(sequence, "stop", delta)
-        if delta.stopped or len(sequence.output_token_ids) >= sequence.max_output_tokens:
+        if delta.stopped or sequence.is_full:
             return self.finish(sequence, "length", delta)
         return token_output(sequence, delta) if delta.token_ids or delta.text else None
 

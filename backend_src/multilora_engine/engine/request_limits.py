@@ -85,9 +85,9 @@ class RequestLimits:
             raise InvalidRequest(f"max_tokens is {sampling.max_tokens}, expected at least 0")
         if sampling.end_id is not None and not -1 <= sampling.end_id < vocab_size:
             raise InvalidRequest(f"end_id is {sampling.end_id}, expected -1 (none) .. {vocab_size - 1}")
-        forced = sampling.forced_first_id
-        if forced is not None and not 0 <= forced < vocab_size:
-            raise InvalidRequest(f"the forced first token is {forced}, expected 0 .. {vocab_size - 1}")
+        for place, forced in (("first", sampling.forced_first_id), ("last", sampling.forced_last_id)):
+            if forced is not None and not 0 <= forced < vocab_size:
+                raise InvalidRequest(f"the forced {place} token is {forced}, expected 0 .. {vocab_size - 1}")
         _check_numbers(request)
         _check_token_ids(sampling, vocab_size)
         _check_counts(sampling, vocab_size)

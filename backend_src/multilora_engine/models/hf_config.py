@@ -56,6 +56,7 @@ _READ = frozenset(
         "embedding_multiplier",
         "feed_forward_proj",
         "final_logit_softcapping",
+        "forced_eos_token_id",
         "head_dim",
         "hidden_act",
         "hidden_activation",
@@ -106,7 +107,6 @@ _WITHOUT_EFFECT = frozenset(
         "embedding_dropout",
         "encoder_layerdrop",
         "eos_token_id",  # read from the files, because generation_config.json counts too
-        "forced_eos_token_id",  # of generate, which puts it in the place of the last token that max_length allows
         "init_std",
         "initializer_factor",
         "initializer_range",

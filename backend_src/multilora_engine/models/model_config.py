@@ -266,9 +266,9 @@ def read_size(fields: Mapping[str, Any], name: str) -> int:
 
 
 def _source_facts(path: Path, raw: Mapping[str, Any], fields: Mapping[str, Any], max_tokens: int | None) -> SourceFacts:
-    """The tokens that begin an answer: generation_config.json's where that file is, as in transformers' `generate`.
+    """The tokens that begin and end an answer, as in transformers' `generate`.
 
-    Without the file they are config.json's, else those of the model type.
+    They are generation_config.json's where that file is; else config.json's, else those of the model type.
     """
     generation = path / "generation_config.json"
     of_model: list[Mapping[str, Any]] = [raw, fields]
@@ -290,7 +290,13 @@ def _source_facts(path: Path, raw: Mapping[str, Any], fields: Mapping[str, Any],
     if start is None:
         raise ConfigError(f"{path}: decoder_start_token_id is missing from config.json: nothing begins an answer")
     pad = token("pad_token_id", [*told, *of_model])
-    return SourceFacts(max_tokens, start, token("forced_bos_token_id", told), start if pad is None else pad)
+    return SourceFacts(
+        max_tokens=max_tokens,
+        decoder_start_token_id=start,
+        forced_first_token_id=token("forced_bos_token_id", told),
+        forced_last_token_id=token("forced_eos_token_id", told),
+        pad_token_id=start if pad is None else pad,
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

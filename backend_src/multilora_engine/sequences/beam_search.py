@@ -131,11 +131,14 @@ class BeamSearch:
         return sorted(candidates, key=lambda c: -(c.score + rate * c.parent))[: self.num_candidates]
 
     def _end_of(self, beam: Beam, token_id: int) -> FinishReason | None:
+        is_last = len(beam.output_token_ids) + 1 == self._max_tokens
+        if is_last and self._sampling.forced_last_id is not None:
+            return "length"
         if token_id in self._end_token_ids:
             return "stop"
         if self._has_stops and beam.text.fork().push(token_id).stopped:
             return "stop"
-        return "length" if len(beam.output_token_ids) + 1 == self._max_tokens else None
+        return "length" if is_last else None
 
     @property
     def _has_stops(self) -> bool:
@@ -166,7 +169,8 @@ class BeamSearch:
     def _output(self, hypothesis: Hypothesis) -> BeamOutput:
         text, (*token_ids, last) = self._text.fork(), hypothesis.token_ids
         deltas = [text.push(token_id) for token_id in token_ids]
-        deltas.append(text.end(last) if last in self._end_token_ids else text.push(last))
+        has_ended = hypothesis.finish_reason == "stop" and last in self._end_token_ids
+        deltas.append(text.end(last) if has_ended else text.push(last))
         if not deltas[-1].stopped:
             deltas.append(text.finish())
         return BeamOutput(

@@ -336,8 +336,19 @@ class Sequence:
     @property
     def forced_token_id(self) -> int | None:
         """The only token that may come next; None lets any."""
-        is_first = not (self.output_token_ids or self.num_pending_tokens)
-        return self.request.sampling.forced_first_id if is_first else None
+        return self.forced_token(len(self.output_token_ids) + self.num_pending_tokens)
+
+    def forced_token(self, place: int) -> int | None:
+        """The only token that the answer may have in a place, from 0 on; None lets any."""
+        sampling = self.request.sampling
+        if sampling.forced_last_id is not None and place == self.max_output_tokens - 1:
+            return sampling.forced_last_id
+        return sampling.forced_first_id if place == 0 else None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its answer is as long as it may become."""
+        return len(self.output_token_ids) >= self.max_output_tokens
 
     @property
     def is_complete(self) -> bool:

@@ -195,9 +195,10 @@ def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer,
     if info.source is not None:
         beginnings = [_read_beginning(inputs, row, info, tokenizer) for row in rows]
         starts = [beginning == [info.source.decoder_start_token_id] for beginning in beginnings]
-        forced = info.source.forced_first_token_id
+        first, last = info.source.forced_first_token_id, info.source.forced_last_token_id
         sampling = [
-            replace(s, forced_first_id=forced) if is_start else s for s, is_start in zip(sampling, starts, strict=True)
+            replace(s, forced_first_id=first if is_start else None, forced_last_id=last)
+            for s, is_start in zip(sampling, starts, strict=True)
         ]
     return GenerateCall(
         sampling=sampling,

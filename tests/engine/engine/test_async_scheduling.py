@@ -37,7 +37,8 @@ KINDS: list[dict[str, Any]] = [
     {"return_log_probs": True, "num_top_log_probs": 2},
     {"return_generation_logits": True},
     {"forced_first_id": 7, "min_tokens": 2, "presence_penalty": 0.4, "return_log_probs": True},
-    {"beam_width": 2, "forced_first_id": 9},
+    {"forced_last_id": 11, "return_log_probs": True, "temperature": 1.2, "top_k": 0, "seed": 8},
+    {"beam_width": 2, "forced_first_id": 9, "forced_last_id": 11},
     {"beam_width": 2, "repetition_penalty": 1.3, "bad_token_sequences": BAD},
 ]
 RUNNING_AHEAD = KINDS[:-2]
@@ -46,7 +47,8 @@ READ_LATER = {
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "embedding_bias", "min_tokens"),
     *("end_id", "stop_words", "stop_token_sequences", "include_stop_str_in_output", "return_prompt_log_probs"),
     *("top_p_decay", "top_p_min", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("bad_token_sequences", "return_log_probs", "return_generation_logits", "forced_first_id", "end_ids"),
+    *("bad_token_sequences", "return_log_probs", "return_generation_logits", "end_ids"),
+    *("forced_first_id", "forced_last_id"),
 }
 READ_AT_ONCE: dict[str, Any] = {"guide": Guide("json"), "return_context_logits": True, "beam_width": 2}
 MEAN_NOTHING_ALONE = {

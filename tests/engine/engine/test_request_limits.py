@@ -178,7 +178,9 @@ def test_a_prompt_that_is_too_long_is_told_with_what_limits_it(num_blocks: int, 
         limits.check(request)
 
 
-SOURCE = SourceFacts(max_tokens=24, decoder_start_token_id=2, forced_first_token_id=None, pad_token_id=1)
+SOURCE = SourceFacts(
+    max_tokens=24, decoder_start_token_id=2, forced_first_token_id=None, forced_last_token_id=None, pad_token_id=1
+)
 
 
 @pytest.mark.parametrize(

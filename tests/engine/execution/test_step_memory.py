@@ -131,7 +131,7 @@ def test_the_two_largest_sizes_are_captured_for_their_memory_over_one_block(
 def test_a_largest_step_encodes_as_many_of_the_longest_sources_as_it_may(
     max_tokens: int | None, budget: int, lens: list[int]
 ) -> None:
-    assert source_lens(SourceFacts(max_tokens, 0, None, 0), budget) == lens
+    assert source_lens(SourceFacts(max_tokens, 0, None, None, 0), budget) == lens
     assert source_lens(None, budget) == []
 
 

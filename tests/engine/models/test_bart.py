@@ -72,7 +72,7 @@ def test_positions_limit_both_stacks_and_the_model_type_has_its_own_beginning(tm
     assert config.source is not None
     assert (config.max_position_embeddings, config.source.max_tokens) == (64, 64)
     assert (config.source.decoder_start_token_id, config.source.pad_token_id) == (2, 1)
-    assert config.source.forced_first_token_id is None
+    assert (config.source.forced_first_token_id, config.source.forced_last_token_id) == (None, 2)
 
 
 def test_a_model_type_without_a_beginning_begins_as_a_text(tmp_path: Path) -> None:

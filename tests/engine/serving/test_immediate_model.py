@@ -271,7 +271,10 @@ def test_without_words_their_outputs_are_empty_and_so_is_what_only_encoders_have
 
 
 SOURCE_INFO = dataclasses.replace(
-    INFO, source=SourceFacts(max_tokens=40, decoder_start_token_id=4, forced_first_token_id=None, pad_token_id=3)
+    INFO,
+    source=SourceFacts(
+        max_tokens=40, decoder_start_token_id=4, forced_first_token_id=None, forced_last_token_id=None, pad_token_id=3
+    ),
 )
 
 

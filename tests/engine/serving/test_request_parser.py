@@ -535,7 +535,9 @@ def test_logits_are_of_the_prompt_and_of_as_many_tokens_as_there_is_room_for() -
     assert logits_bytes(call(1, 62), INFO) == 0
 
 
-BART = SourceFacts(max_tokens=40, decoder_start_token_id=2, forced_first_token_id=None, pad_token_id=1)
+BART = SourceFacts(
+    max_tokens=40, decoder_start_token_id=2, forced_first_token_id=None, forced_last_token_id=None, pad_token_id=1
+)
 SOURCE_INFO = dataclasses.replace(INFO, source=BART)
 
 
@@ -630,10 +632,11 @@ def test_a_model_with_an_encoder_has_no_chats(read: Any) -> None:
 
 
 def test_the_familys_first_token_is_forced_where_the_answer_has_the_usual_start_alone(read: Any) -> None:
-    info = dataclasses.replace(INFO, source=dataclasses.replace(BART, forced_first_token_id=9))
+    info = dataclasses.replace(INFO, source=dataclasses.replace(BART, forced_first_token_id=9, forced_last_token_id=2))
     tensors = {"input_ids": [[5]] * 4, "max_tokens": [[3]] * 4, "decoder_input_lengths": [[1], [1], [1], [2]]}
     call = read(tensors | {"decoder_input_ids": [[1, 0], [2, 0], [5, 0], [2, 5]]}, info)
     assert [sampling.forced_first_id for sampling in call.sampling] == [9, 9, None, None]
+    assert {sampling.forced_last_id for sampling in call.sampling} == {2}
     assert {sampling.forced_first_id for sampling in read(prompt()).sampling} == {None}
 
 
