@@ -409,6 +409,11 @@ def test_no_sequence_is_longer_than_a_table_of_positions(family: Family, default
     assert_greedy(family, [request], run_all(engine, [request]))
 
 
+def test_cuda_graphs_are_refused_by_name(family: Family, default_model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="enable_cuda_graphs=true: the steps of a model with an encoder are not"):
+        family.engine(default_model_dir, enable_cuda_graphs=True)
+
+
 def test_the_plan_tells_what_a_source_takes(
     family: Family, default_model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -90,6 +90,7 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     tokenizer = Tokenizer(tokenizer_path)
     model_config = wait_for_config()
     _check_length(config.max_model_len, model_config)
+    _check_graphs(config, model_config)
     sites = restricted_sites(model_config.sites, config.lora.target_modules)
     dtype = choose_dtype(config.dtype, model_config, device)
     kv_dtype = choose_kv_cache_dtype(config, model_config, dtype, device)
@@ -128,6 +129,15 @@ def _check_length(max_model_len: int, model: ModelConfig) -> None:
         raise ConfigError(
             f"max_model_len is {max_model_len}, and the model has {model.max_position_embeddings} positions; write at "
             "most these"
+        )
+
+
+def _check_graphs(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ConfigError for CUDA graphs that are demanded of a model whose steps are never captured."""
+    if config.enable_cuda_graphs is True and model.source is not None:
+        raise ConfigError(
+            "parameter enable_cuda_graphs=true: the steps of a model with an encoder are not captured; write auto or "
+            "false"
         )
 
 
