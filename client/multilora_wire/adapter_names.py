@@ -8,6 +8,9 @@ import re
 PLAIN_PART = r"[A-Za-z0-9_][\w.-]{0,95}"
 """A part of a name: letters, digits, `_`, `.` and `-`; no part leads out of a directory."""
 
+MAX_SESSION_BYTES = 1024
+"""Of the session that keeps its member of an alias."""
+
 _PLAIN_NAME = re.compile(f"{PLAIN_PART}(?:/{PLAIN_PART})?", re.ASCII)
 
 

@@ -42,6 +42,7 @@ from multilora_engine.serving.token_lists import (
 )
 from multilora_engine.serving.unsupported import refuse_unsupported
 from multilora_engine.text.tokenizer import TemplateRefusal, Tokenizer
+from multilora_wire.adapter_names import MAX_SESSION_BYTES
 from multilora_wire.adapter_use import NO_USE, AdapterUse, parse_use, use_digest
 
 
@@ -292,13 +293,10 @@ def _read_prompt(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: To
     return token_ids
 
 
-_MAX_SESSION_BYTES = 1024
-
-
 def _read_session(inputs: InputTensors, row: int) -> str:
     session = inputs.text("lora_session", row) or ""
-    if (num_bytes := len(session.encode())) > _MAX_SESSION_BYTES:
-        raise InvalidRequest(f"lora_session has {num_bytes} bytes, at most {_MAX_SESSION_BYTES} are accepted")
+    if (num_bytes := len(session.encode())) > MAX_SESSION_BYTES:
+        raise InvalidRequest(f"lora_session has {num_bytes} bytes, at most {MAX_SESSION_BYTES} are accepted")
     return session
 
 

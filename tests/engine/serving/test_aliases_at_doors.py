@@ -138,6 +138,19 @@ def test_a_session_has_one_member_at_every_door(doors: Doors, engine: FakeEngine
                     assert DIGESTS[answer.json()["system_fingerprint"]] == member
 
 
+def test_a_users_name_of_any_length_is_a_session(doors: Doors, engine: FakeEngine) -> None:
+    users = [f"user {i} " + "é" * 512 for i in range(6)]
+    members = {}
+    with TestClient(doors.app, headers=bearer("operator")) as openai:
+        for user in users * 2:
+            body = {"model": "chat", "prompt": "Hello", "max_tokens": 1, "user": user}
+            assert openai.post("/v1/completions", json=body).status_code == 200
+            assert members.setdefault(user, engine.accepted[-1].lora_name) == engine.accepted[-1].lora_name
+        assert set(members.values()) == {"chat-v7", "chat-v8"}
+        refused = openai.post("/v1/completions", json=body | {"lora_session": users[0]})
+        assert (refused.status_code, "lora_session has 1031 bytes" in refused.text) == (400, True)
+
+
 def test_the_prompts_of_one_request_are_answered_by_one_member(doors: Doors, engine: FakeEngine) -> None:
     with TestClient(doors.app, headers=bearer("operator")) as openai:
         chosen = set()

@@ -17,6 +17,7 @@ from multilora_client.openai.schemas.sampling import (
     Sampling,
     log_probs,
     prompt_log_probs,
+    session_of,
 )
 from multilora_client.openai.schemas.tools import CallOfMessage, NamedChoice, ToolMode, Tools, tool_use
 from multilora_client.openai.tools.calls import AnswerParser
@@ -167,7 +168,7 @@ class ChatRequest(Sampling):
 
     @property
     def session(self) -> str | None:
-        return self.lora_session or self.prompt_cache_key or self.user
+        return self.lora_session or session_of(self.prompt_cache_key or self.user)
 
     @model_validator(mode="after")
     def _check_effort(self) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
@@ -10,6 +11,7 @@ from multilora_client.openai.errors import invalid, unsupported
 from multilora_client.openai.schemas.base import ModelName, Strict, TokenId, only
 from multilora_client.openai.schemas.guides import Choices, JsonGuide, ResponseFormat, StructuredOutputs, guide_of
 from multilora_client.options import GenerateOptions
+from multilora_wire.adapter_names import MAX_SESSION_BYTES
 
 UNLIMITED = 2**31 - 1  # the server ends an answer where the context does
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit for chats, vLLM's for both
@@ -163,7 +165,7 @@ class Sampling(TokenChoice):
     @property
     def session(self) -> str | None:
         """The session for an alias: the client's own, else OpenAI's fields that name a conversation or a user."""
-        return self.lora_session or self.user
+        return self.lora_session or session_of(self.user)
 
     def guides(self) -> dict[str, GenerateOptions]:
         """The guides that the request's fields ask for, by the field."""
@@ -205,6 +207,12 @@ class Sampling(TokenChoice):
             lora_expected_digest=self.lora_expected_digest,
             lora_session=self.session,
         )
+
+
+def session_of(name: str | None) -> str | None:
+    """The session of a conversation or a user, which OpenAI's protocol may name at any length."""
+    content = (name or "").encode("utf-8", "surrogatepass")
+    return hashlib.sha256(content).hexdigest() if len(content) > MAX_SESSION_BYTES else name
 
 
 def _spellings(bad_word: str) -> list[str]:
