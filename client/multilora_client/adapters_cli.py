@@ -416,8 +416,10 @@ def _print_aliases(aliases: Sequence[Alias], as_json: bool) -> None:
     if as_json:
         _print_json(msgspec.to_builtins(aliases))
     else:
-        rows = ([alias.name, member.name, str(member.weight)] for alias in aliases for member in alias.members)
-        _print_table(("name", "adapter", "weight"), rows)
+        rows = (
+            [alias.name, alias.tenant, member.name, str(member.weight)] for alias in aliases for member in alias.members
+        )
+        _print_table(("name", "tenant", "adapter", "weight"), rows)
 
 
 def _adapter_row(adapter: AdapterInfo) -> list[str]:

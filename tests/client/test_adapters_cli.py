@@ -144,7 +144,7 @@ ALIAS = {
 def test_a_name_stands_for_adapters_by_weight(fake_triton: Any) -> None:
     fake_triton.report = {"alias": ALIAS}
     result = run(fake_triton, "alias", "chat=chat-v7:90,chat-v8:10", "talk=chat-v8", "acme/x=a:0,b/c:7")
-    assert [cells(result, row) for row in (1, 2)] == [["chat", "chat-v7", "90"], ["chat", "chat-v8", "10"]]
+    assert [cells(result, row) for row in (1, 2)] == [["chat", "", "chat-v7", "90"], ["chat", "", "chat-v8", "10"]]
     sent = [(one["operation"], one["name"], one["members"]) for one in operations(fake_triton)]
     assert sent == [
         ("alias", "chat", [{"name": "chat-v7", "weight": 90}, {"name": "chat-v8", "weight": 10}]),
@@ -163,14 +163,15 @@ def test_who_runs_the_server_names_the_tenant_of_an_alias(fake_triton: Any) -> N
     ]
     shown = json.loads(run(fake_triton, "alias", "--tenant", "acme", "--json").stdout)
     assert [alias["tenant"] for alias in shown] == ["acme"]
+    assert [cells(run(fake_triton, "alias"), row)[1] for row in range(1, 5)] == ["", "", "acme", "acme"]
 
 
 def test_aliases_are_shown_and_removed(fake_triton: Any) -> None:
     fake_triton.report = {"adapters": [PIRATE], "aliases": [ALIAS], "alias": ALIAS}
-    assert cells(run(fake_triton, "alias"), 2) == ["chat", "chat-v8", "10"]
+    assert cells(run(fake_triton, "alias"), 2) == ["chat", "", "chat-v8", "10"]
     (shown,) = json.loads(run(fake_triton, "alias", "--json").stdout)
     assert (shown["name"], shown["members"][0]) == ("chat", {"name": "chat-v7", "weight": 90})
-    assert cells(run(fake_triton, "unalias", "chat", "talk"), 4) == ["chat", "chat-v8", "10"]
+    assert cells(run(fake_triton, "unalias", "chat", "talk"), 4) == ["chat", "", "chat-v8", "10"]
     assert operations(fake_triton)[2:] == [{"operation": "unalias", "name": name} for name in ("chat", "talk")]
     fake_triton.report = {"adapters": [PIRATE]}
     assert json.loads(run(fake_triton, "alias", "--json").stdout) == []
