@@ -133,8 +133,10 @@ def main(
         )
         console.print(f"server log: {log.name}")
         wait_ready(server)
-        demonstrate(server, question, sample_adapters(checkpoint))
+        adapters = sample_adapters(checkpoint)
+        demonstrate(server, question, adapters)
         if not once:
+            show_curl(server, question, next((name for name in STYLES if name in adapters), None))
             announce(server)
             with suppress(KeyboardInterrupt), web_console(server, free_ports):
                 watch(server, CANARY_INTERVAL_S)
@@ -230,7 +232,7 @@ def misfit(adapter_directory: Path, checkpoint: Path) -> str | None:
 
 
 def demonstrate(server: ServerProcess, question: Question, adapters: dict[str, Adapter]) -> None:
-    """All answers at once, then the error of a missing adapter, then the same from a shell."""
+    """All answers at once, then the error of a missing adapter."""
     answers.print(Text(f"\n{question.text}", "bold"))
     styles = {name: adapter for name, adapter in adapters.items() if name in STYLES}
     titles = {name: f"{name} (rank {sample_rank(name)})" for name in styles}
@@ -243,7 +245,6 @@ def demonstrate(server: ServerProcess, question: Question, adapters: dict[str, A
     num_tokens = sum(column.num_tokens for column in columns)
     answers.print(f"{len(columns)} in one batch: {num_tokens / seconds:.1f} tokens/s in total")
     show_missing_adapter(server, question)
-    show_curl(server, question, next(iter(styles), None))
 
 
 async def warm_up(server: ServerProcess, question: Question, adapters: Mapping[str, Adapter]) -> None:
