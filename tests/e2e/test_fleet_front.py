@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from urllib.error import HTTPError
 
@@ -22,11 +23,12 @@ from checkpoints.telling_adapters import (
     answer,
     save_checkpoint,
 )
-from multilora_client import ENSEMBLE, Adapter, Client, InvalidRequest, NotFound, Unsupported
+from multilora_client import ENSEMBLE, Adapter, AdapterTensors, Client, InvalidRequest, Message, NotFound, Unsupported
 from multilora_engine.dynamo.fleet_messages import Describe, worker_request
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 from multilora_wire.adapter_info import AliasMember
+from multilora_wire.adapter_use import join_use_files
 from multilora_wire.converted_files import CONFIG_FILE, WEIGHTS_FILE
 from multilora_wire.layout import AdapterLayout
 from trials.judging_clients import task_id, telling_adapter
@@ -162,6 +164,28 @@ def test_what_a_worker_loads_for_dynamo_answers_through_triton_at_every_worker_a
     for first in range(4):
         with pytest.raises(NotFound):
             tokens(client, task_id_of("forty"), [PROMPT[first], *PROMPT[:9]])
+
+
+def test_an_adapters_template_and_end_tokens_count_at_every_worker(
+    client: Client, fleet: DynamoFleet, folder: Path
+) -> None:
+    """The tokenizer has a token for each character."""
+    files = {"chat_template.jinja": "{% for m in messages %}{{ m.content }}{% endfor %}!!!"}
+    files["generation_config.json"] = json.dumps({"eos_token_id": [answer(60, 0)[2], answer(61, 0)[2]]})
+    tensors = sent(client, 60).content
+    assert isinstance(tensors, AdapterTensors)
+    client.upload(Adapter(task_id_of("sixty"), replace(tensors, use=join_use_files(files))), lora_name="sixty")
+    place = save_adapter(folder / "sixty-one", 61, version=0, layout=client.adapter_layout())
+    for name, text in files.items():
+        (place / name).write_text(text)
+    assert client.load_adapter("sixty-one", path=str(place)).name == "sixty-one"
+    for number, name in ((60, "sixty"), (61, "sixty-one")):
+        for length in range(4, 12):
+            messages: list[Message] = [{"role": "user", "content": "x" * length}]
+            told = client.generate(messages=messages, lora_name=name, max_tokens=NUM_PLACES)
+            assert (told.token_ids, told.finish_reason) == (answer(number, 0)[:3], "stop")
+            assert told.num_input_tokens == length + 3
+        assert tokens(client, task_id_of(name)) == answer(number, 0), "ids are asked as they are"
 
 
 def test_errors_have_the_codes_and_texts_of_one_server(client: Client) -> None:

@@ -29,7 +29,7 @@ from multilora_engine.dynamo.fleet_messages import (
 )
 from multilora_engine.dynamo.fleet_uploads import FleetUploads
 from multilora_engine.dynamo.workers import Workers
-from multilora_engine.errors import AdapterNotFound, PathNotCovered, RelayedError
+from multilora_engine.errors import AdapterNotFound, AliasNotKept, PathNotCovered, RelayedError
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import TaskId, scoped_task_id, task_id_of
 from multilora_engine.process.operations import (
@@ -44,6 +44,7 @@ from multilora_engine.process.operations import (
 )
 from multilora_engine.request import GenerationRequest, TokenOutput
 from multilora_wire.adapter_info import AdapterInfo, Alias
+from multilora_wire.adapter_use import use_digest
 from support.fake_engine import HOLD, INFO
 
 LAYOUT = INFO.adapter_layout
@@ -64,15 +65,17 @@ class FakeContext:
 class FakeWorker:
     """Answers a prompt with its own number and the prompt's tokens, if its engine has the adapter.
 
-    in_engine: digests by task id. at_path: what its sources have. log: what happened at it, in order. fails_to_publish:
-    discovery is gone. dies_after: it is lost when it has sent so many chunks. lies: how the pages that it sends are
-    wrong: `others`, `more`, `none` at all, or it `hangs` instead. is_cut_off: no message reaches or leaves it.
-    stored: the aliases that its engine had at its start. alias_operations: that its engine was given.
+    in_engine: digests by task id. uses: those that are not empty, by task id. at_path: what its sources have. log: what
+    happened at it, in order. fails_to_publish: discovery is gone. dies_after: it is lost when it has sent so many
+    chunks. lies: how the pages that it sends are wrong: `others`, `more`, `none` at all, or it `hangs` instead.
+    is_cut_off: no message reaches or leaves it. stored: the aliases that its engine had at its start. alias_operations:
+    that its engine was given. stores_aliases: whether it can.
     """
 
     def __init__(self, fleet: FakeFleet, worker_id: int, max_bytes: int, replaces: bool, max_known: int) -> None:
         self.worker_id = worker_id
         self.in_engine: dict[TaskId, str] = {}
+        self.uses: dict[TaskId, str] = {}
         self.at_path: dict[str, PackedAdapter] = {}
         self.named: dict[str, str] = {}
         self.in_sources: list[str] = []
@@ -92,6 +95,7 @@ class FakeWorker:
         self.aliases = WorkerAliases(FleetAliases(), self.uploads, workers, self)
         self.stored: list[Alias] = []
         self.alias_operations: list[SetAlias | RemoveAlias] = []
+        self.stores_aliases = True
         parts = (self.uploads, self.adapters, self.catalogue, self.aliases)
         self.calls = FleetCalls(self, self, *parts, description)  # type: ignore[arg-type]
 
@@ -142,6 +146,7 @@ class FakeWorker:
             raise RelayedError("ALREADY_EXISTS", "the engine refuses other weights")
         self.log.append(f"put {upload.header.digest}")
         self.in_engine[upload.task_id] = upload.header.digest
+        self.uses[upload.task_id] = upload.header.traits.use
 
     async def generate(self, asked: GenerationRequest, *_: str) -> AsyncGenerator[TokenOutput | None, None]:
         task_id = asked.task_id
@@ -150,6 +155,10 @@ class FakeWorker:
         if task_id is not None and task_id not in self.in_engine and not await self.uploads.bring(task_id, True):
             raise RelayedError(AdapterNotFound.code, str(AdapterNotFound(task_id)))
         digest = "" if task_id is None else self.in_engine[task_id]
+        use = "" if task_id is None else self.uses.get(task_id, "")
+        if asked.chat_use not in (None, use_digest(use)):
+            yield TokenOutput(asked.request_id, [], "", lora_digest=digest, asked_use=use)
+            await asyncio.Event().wait()
         yield TokenOutput(asked.request_id, [self.worker_id], "", lora_digest=digest)
         if asked.prompt_token_ids[0] == HOLD:
             await asyncio.Event().wait()
@@ -174,6 +183,8 @@ class FakeWorker:
                 report = AliasReport(Alias(name, members, tenant, version))
             case RemoveAlias(name, tenant) as operation:
                 self.alias_operations.append(operation)
+                if not self.stores_aliases:
+                    raise AliasNotKept(name, "the disk is full")
                 report = AliasReport(Alias(name, (), tenant))
             case _:
                 raise RelayedError("INVALID_ARG", "not that one")

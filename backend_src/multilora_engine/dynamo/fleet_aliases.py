@@ -8,20 +8,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import msgspec
 
 from multilora_engine.dynamo.fleet_messages import AliasTable, Carry, LearnAliases, ReadAliases
 from multilora_engine.dynamo.workers import Workers, checked
-from multilora_engine.errors import AliasConflict, AliasNotKnown, RequestError, Unsupported
+from multilora_engine.errors import AliasConflict, AliasNotKnown, RequestError
 from multilora_engine.lora.aliases import resolved, task_id_of_alias
 from multilora_engine.lora.names import TaskId, scoped_task_id, task_id_of
 from multilora_engine.process.operations import AliasReport, RemoveAlias, SetAlias
 from multilora_engine.process.server import report_output
 from multilora_engine.request import GenerationRequest, TokenOutput
-from multilora_wire.adapter_info import Alias
+from multilora_wire.adapter_info import AdapterInfo, Alias
 
 _INTERVAL_S = 2.0
 
@@ -67,13 +67,19 @@ class FleetAliases:
             del self._latest[task_id_of_alias(min(removed, key=_rank))]
         return True
 
-    def resolve(self, request: GenerationRequest, call_id: str) -> GenerationRequest:
-        """As `Aliases.resolve`; Unsupported for an alias of which the request demands a digest."""
-        if request.task_id is None or (alias := self.get(request.task_id)) is None:
+    def alias_of(self, request: GenerationRequest) -> Alias | None:
+        """The alias by which a request asks; None if it asks by an adapter or by none."""
+        return None if request.task_id is None else self.get(request.task_id)
+
+    def resolve(
+        self, request: GenerationRequest, call_id: str, digest_of: Callable[[TaskId], str]
+    ) -> GenerationRequest:
+        """As `Aliases.resolve`. A request stays as it is if it demands a digest that no member is known to have."""
+        if (alias := self.alias_of(request)) is None:
             return request
-        if request.lora_expected_digest:
-            raise Unsupported(f"lora_expected_digest of the alias {alias.name!r} in a fleet; name the member")
-        return resolved(alias, request, call_id, lambda _: "")
+        if (demanded := request.lora_expected_digest) and demanded not in map(digest_of, _members(alias)):
+            return request
+        return resolved(alias, request, call_id, digest_of)
 
     async def read(self, workers: Workers, worker_id: int) -> list[Alias]:
         """Learn what a worker knows; returns what was news. Raises RequestError."""
@@ -96,6 +102,10 @@ class FleetAliases:
             return []
 
 
+def _members(alias: Alias) -> list[TaskId]:
+    return [scoped_task_id(alias.tenant, task_id_of(member.name)) for member in alias.members]
+
+
 def _rank(alias: Alias) -> tuple[int, bytes]:
     """Two changes at the same time have an order, too, and it is the same everywhere."""
     return alias.version, msgspec.json.encode(alias)
@@ -105,6 +115,7 @@ class AliasOperator(Protocol):
     """The part of `EngineOperator` that is needed."""
 
     async def carry(self, message: Carry) -> TokenOutput: ...
+    async def list_adapters(self) -> list[AdapterInfo]: ...
     async def list_aliases(self) -> list[Alias]: ...
 
 
@@ -124,24 +135,43 @@ class WorkerAliases:
         self._operator = operator
         self._not_in_engine: dict[TaskId, Alias] = {}
 
+    async def resolve(self, request: GenerationRequest, call_id: str) -> GenerationRequest:
+        """As `Aliases.resolve`: versions that the fleet knows count, then those of the engine. Raises RequestError."""
+        request = self.table.resolve(request, call_id, self._uploads.digest)
+        if (alias := self.table.alias_of(request)) is None:
+            return request
+        listed = await self._operator.list_adapters()
+        in_engine = {scoped_task_id(info.tenant, info.lora_task_id): info.digest for info in listed}
+        return resolved(
+            alias, request, call_id, lambda task_id: self._uploads.digest(task_id) or in_engine.get(task_id, "")
+        )
+
     async def change(self, message: Carry, operation: SetAlias | RemoveAlias) -> TokenOutput:
-        """Carry out a front's operation, and tell all workers. Raises RequestError, and nothing has changed."""
+        """Carry out a front's operation, and tell all workers.
+
+        Raises RequestError, and nothing has changed; but a removal that the engine does not store holds until all
+        workers are started anew.
+        """
         task_id = scoped_task_id(operation.tenant, task_id_of(operation.name))
         version, known = self.table.next_version(task_id), self.table.get(task_id)
+        not_stored: RequestError | None = None
         if isinstance(operation, SetAlias):
             if known is None and self._uploads.digest(task_id):
                 raise AliasConflict(f"there is an adapter {operation.name!r}, and a name has one meaning")
             stamped = msgspec.structs.replace(operation, version=version)
             output = await self._operator.carry(msgspec.structs.replace(message, operation=stamped))
             changed = msgspec.json.decode(output.text, type=AliasReport).alias
+            self._not_in_engine.pop(task_id, None)
         else:
             if known is None:
                 raise AliasNotKnown(operation.name)
             output = report_output("", AliasReport(known))
             changed = Alias(operation.name, (), operation.tenant, version)
-            await self._give_engine(changed)
+            not_stored = await self._give_engine(changed)
         self.table.learn(changed)
         await self._workers.ask_all(LearnAliases([changed]))
+        if not_stored is not None:
+            raise not_stored
         return output
 
     async def learn(self, aliases: Iterable[Alias]) -> None:
@@ -181,8 +211,11 @@ class WorkerAliases:
                 await self._give_engine(latest)
         return True
 
-    async def _give_engine(self, alias: Alias) -> None:
-        """An engine that is starting, or that refuses, is asked again: requests are resolved before they reach it."""
+    async def _give_engine(self, alias: Alias) -> RequestError | None:
+        """An engine that is starting, or that refuses, is asked again: requests are resolved before they reach it.
+
+        Returns the error of an engine that has not stored it.
+        """
         task_id = task_id_of_alias(alias)
         operation: SetAlias | RemoveAlias = RemoveAlias(alias.name, alias.tenant)
         if alias.members:
@@ -193,5 +226,6 @@ class WorkerAliases:
             if error.code != AliasNotKnown.code:
                 logger.warning("the engine does not take the alias %s: %s", alias.name, error)
                 self._not_in_engine[task_id] = alias
-                return
+                return error
         self._not_in_engine.pop(task_id, None)
+        return None

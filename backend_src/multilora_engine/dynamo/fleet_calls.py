@@ -141,7 +141,7 @@ class FleetCalls:
         if message.upload is not None:
             await self._catalogue.learn(message.upload)
         request_id = message.client_request_id or message.request.request_id
-        request = self._aliases.table.resolve(message.request, request_id)
+        request = await self._aliases.resolve(message.request, request_id)
         outputs = self._calls.generate(request, call_id, message.client_request_id, message.trace_id)
         async with aclosing(outputs):
             async for output in outputs:

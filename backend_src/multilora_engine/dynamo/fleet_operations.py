@@ -95,9 +95,13 @@ class FleetOperator:
         if not worker_ids:
             raise EngineUnavailable("the fleet has no worker; try again")
         carry = Carry(message.operation, message.scope, message.sender)
-        answer = checked(await self._workers.ask(worker_ids[0], carry, _TIMEOUT_S))
-        assert isinstance(answer, Said), f"{type(answer).__name__} is no report"
+        try:
+            answer = checked(await self._workers.ask(worker_ids[0], carry, _TIMEOUT_S))
+        except RequestError:
+            await self.aliases.read_any(self._workers)  # a removal that is not stored holds all the same
+            raise
         await self.aliases.read(self._workers, worker_ids[0])
+        assert isinstance(answer, Said), f"{type(answer).__name__} is no report"
         return msgspec.structs.replace(answer.output, request_id=message.request_id)
 
     async def _read(self, operation: LoadAdapter, message: Operate) -> None:

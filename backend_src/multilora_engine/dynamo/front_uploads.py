@@ -40,6 +40,11 @@ class FrontUploads:
         """The latest upload of a task id that came through this front."""
         return None if task_id is None else self._latest.get(task_id)
 
+    def digest(self, task_id: TaskId) -> str:
+        """The digest of the upload of a task id; empty if none is known."""
+        upload = self.find(task_id)
+        return "" if upload is None else upload.header.digest
+
     def forget(self, task_id: TaskId) -> None:
         """Forget the upload of a task id."""
         self._latest.pop(task_id, None)

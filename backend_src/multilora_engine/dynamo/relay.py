@@ -197,7 +197,7 @@ class FleetRelay:
             if upload is None:
                 # Here, too: the router is asked for a worker that has the member.
                 call_id = message.client_request_id or message.requests[0].request_id
-                request = self._operator.aliases.resolve(request, call_id)
+                request = self._operator.aliases.resolve(request, call_id, self._uploads.digest)
                 await self._uploads.settle(request.task_id)
             else:
                 picked = await asyncio.shield(upload)

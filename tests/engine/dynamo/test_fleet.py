@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from support.adapters import wire_adapter
 from support.fake_engine import HOLD, INFO
 from support.fake_fleet import LAYOUT, FakeClient, FakeContext, FakeFleet
-from support.fronts import RecordingListener, generation_request
+from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 
 from multilora_engine.dynamo import front_uploads
 from multilora_engine.dynamo.fleet_aliases import FleetAliases
@@ -61,8 +62,9 @@ from multilora_engine.process.operations import (
     SetAlias,
     UnloadAdapter,
 )
-from multilora_engine.request import TokenOutput
+from multilora_engine.request import UNWRITTEN, TokenOutput
 from multilora_wire.adapter_info import Alias, AliasMember
+from multilora_wire.adapter_use import AdapterUse, use_digest
 
 
 def packed(seed: int = 0, traits: AdapterTraits = NO_TRAITS) -> PackedAdapter:
@@ -138,6 +140,20 @@ async def served(fleet: FakeFleet, path: Path, max_bytes: int = 1 << 22) -> Asyn
                 yield Front(client, relay, drain, socket_path)
             finally:
                 await asyncio.to_thread(client.close)
+
+
+class AskedListener(RecordingListener):
+    """asked: the uses by which the front shall write a chat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def on_output(self, output: TokenOutput) -> None:
+        if output.asked_use is None:
+            super().on_output(output)
+        else:
+            self.asked.put(output.asked_use)
 
 
 def tokens(outputs: list[TokenOutput]) -> list[int]:
@@ -438,6 +454,39 @@ def test_requests_wait_for_the_upload_before_them_and_later_weights_answer(tmp_p
     run(test())
 
 
+def test_a_chat_is_written_by_the_use_of_the_version_that_answers(tmp_path: Path) -> None:
+    """Also where another version comes while the front writes."""
+
+    async def test() -> None:
+        fleet = FakeFleet(2)
+        async with served(fleet, tmp_path) as front:
+            uses = [AdapterUse(system_prompt=text).text for text in ("Be brief.", "Be long.")]
+            adapters = [packed(seed, AdapterTraits(use=use)) for seed, use in enumerate(uses)]
+            await front.put(7, adapters[0])
+            for number in range(4):  # at both workers
+                listener, unwritten = AskedListener(), generation_request(f"r{number}", [0], lora_task_id=7)
+                unwritten = msgspec.structs.replace(unwritten, chat_use=UNWRITTEN)
+                front.client.generate(listener, [unwritten])
+                assert await asyncio.to_thread(listener.asked.get, timeout=TIMEOUT_S) == uses[number > 1]
+                if number == 1:
+                    await front.put(7, adapters[1])
+                    written = msgspec.structs.replace(unwritten, prompt_token_ids=[5, 1], chat_use=use_digest(uses[0]))
+                    front.client.give_prompt(written)
+                    assert await asyncio.to_thread(listener.asked.get, timeout=TIMEOUT_S) == uses[1]
+                answering = number > 0
+                prompt = [6, int(answering)]
+                written = msgspec.structs.replace(
+                    unwritten, prompt_token_ids=prompt, chat_use=use_digest(uses[answering])
+                )
+                front.client.give_prompt(written)
+                outputs = await asyncio.to_thread(listener.wait)
+                assert tokens(outputs)[1:] == prompt
+                assert outputs[-1].lora_digest == adapters[answering].digest
+            assert not fleet.counted
+
+    run(test())
+
+
 def test_an_unknown_adapter_is_asked_from_the_client(tmp_path: Path) -> None:
     async def test() -> None:
         async with served(FakeFleet(2), tmp_path) as front:
@@ -652,7 +701,15 @@ def test_an_alias_that_is_set_at_a_front_is_known_to_all_workers_and_fronts(tmp_
             for door in (front, other) * 3:
                 assert await digest_by(door, "chat") == digests["chat-v8"]
             assert fleet.constraints[-2] == preferred_taints("chat-v8"), "the router is asked for the member"
-            assert await digest_by(front, "chat", lora_expected_digest=digests["chat-v7"]) == "UNSUPPORTED"
+            for door in (front, other):
+                for digest in digests.values():
+                    assert await digest_by(door, "chat", lora_expected_digest=digest) == digest
+                assert await digest_by(door, "chat", lora_expected_digest="f" * 32) == "NOT_FOUND"
+            in_a_source = (*CHAT, AliasMember("chat-v9", 0))
+            for worker in fleet.workers.values():
+                worker.named["chat-v9"] = worker.in_engine[task_id_of("chat-v9")] = "9" * 32
+            assert (await other.operate(SetAlias("chat", in_a_source))).error_code is None
+            assert await digest_by(front, "chat", lora_expected_digest="9" * 32) == "9" * 32
             moved = (AliasMember("chat-v7", 1),)
             assert (await other.operate(SetAlias("chat", moved))).error_code is None
             assert await digest_by(other, "chat") == digests["chat-v7"]
@@ -661,7 +718,9 @@ def test_an_alias_that_is_set_at_a_front_is_known_to_all_workers_and_fronts(tmp_
             await front.relay._operator.aliases.read_any(Workers(FakeClient(fleet), FakeContext))
             assert await digest_by(front, "chat") == digests["chat-v7"]
             assert (await front.operate(SetAlias("chat-v7", CHAT[1:]))).error_code == "ALREADY_EXISTS"
-            assert (await other.operate(RemoveAlias("chat"))).error_code is None
+            for worker in fleet.workers.values():
+                worker.stores_aliases = False
+            assert (await other.operate(RemoveAlias("chat"))).error_code == "UNAVAILABLE"
             assert (await other.operate(RemoveAlias("chat"))).error_code == "NOT_FOUND"
             assert await digest_by(other, "chat") == "NOT_FOUND"
             assert {type(worker.alias_operations[-1]) for worker in fleet.workers.values()} == {RemoveAlias}
