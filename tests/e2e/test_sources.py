@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
 import torch
+from support.openai_front import openai_front
 from support.oracle import Oracle
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from multilora_client import Adapter, AdapterConflict, AdapterNotFound, Client, InvalidRequest, NotFound
+from multilora_client import (
+    Adapter,
+    AdapterConflict,
+    AdapterNotFound,
+    Client,
+    InvalidRequest,
+    NotFound,
+    load_adapter,
+)
+from multilora_client.openai.catalogue import Catalogue
+from multilora_engine.tritonserver import ServerProcess
 
 SAMPLES = Path(__file__).parents[2] / "adapters"
 
@@ -70,3 +85,56 @@ def test_an_adapter_loaded_by_its_path_answers_by_its_new_name(
     for path in (tmp_path, SAMPLES / ".." / "adapters" / "pirate"):
         with pytest.raises(InvalidRequest, match=r"none of the sources asked \(directory\) covers it"):
             client.load_adapter("spy", path=str(path))
+
+
+PARROT = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}Parrot{{ mood }}:"
+
+
+def test_a_folders_template_and_end_tokens_count_at_grpc_http_and_openais_door(
+    client: Client, http_client: Client, server: ServerProcess, default_model_dir: Path, tmp_path: Path
+) -> None:
+    chat: Any = [{"role": "user", "content": "Who are you?"}]
+    tokenizer = AutoTokenizer.from_pretrained(default_model_dir)
+
+    def prompt(**more: Any) -> list[int]:
+        ids = tokenizer.apply_chat_template(chat, chat_template=PARROT, return_dict=False, **more)
+        return list(ids)
+
+    folder = shutil.copytree(SAMPLES / "pirate", tmp_path / "parrot")
+    (folder / "chat_template.jinja").write_text(PARROT)
+    talks = load_adapter(folder, 2001)
+    client.upload(talks)
+    answer = client.generate(input_ids=prompt(), adapter=2001, max_tokens=24)
+    end = next(t for i, t in enumerate(answer.token_ids) if i >= 3 and t not in answer.token_ids[:i])
+    length = answer.token_ids.index(end)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, tokenizer.eos_token_id]}))
+    stops = load_adapter(folder, 2002)
+    for asked in (client, http_client):
+        told = asked.generate(messages=chat, adapter=talks, max_tokens=24)
+        assert (told.text, told.num_input_tokens) == (answer.text, len(prompt()))
+        told = asked.generate(messages=chat, adapter=stops, max_tokens=24)
+        assert (told.token_ids, told.finish_reason) == (answer.token_ids[: length + 1], "stop")
+    said = "".join(piece.text for piece in client.stream(messages=chat, adapter=stops, max_tokens=24))
+    assert answer.text.startswith(said)
+    catalogue = Catalogue("base", {"talks": talks, "stops": stops})
+    with (
+        openai_front(catalogue, server.grpc_url) as url,
+        openai.OpenAI(base_url=url, api_key="none", max_retries=0) as user,
+    ):
+        options: Any = {"messages": chat, "max_tokens": 24, "temperature": 0}
+        whole = user.chat.completions.create(model="talks", **options)
+        assert whole.choices[0].message.content == answer.text
+        assert whole.usage is not None
+        assert whole.usage.prompt_tokens == len(prompt())
+        moody: Any = {"chat_template_kwargs": {"mood": " laughs"}}
+        other = user.chat.completions.create(model="talks", extra_body=moody, **options)
+        assert other.usage is not None
+        assert other.usage.prompt_tokens == len(prompt(mood=" laughs"))
+        ended = user.chat.completions.create(model="stops", **options)
+        assert (ended.choices[0].message.content, ended.choices[0].finish_reason) == (said, "stop")
+        streamed = [*user.chat.completions.create(model="stops", stream=True, **options)]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == said
+        told_at_once = user.responses.create(
+            model="stops", input="Who are you?", max_output_tokens=24, temperature=0, store=False
+        )
+        assert (told_at_once.output_text, told_at_once.status) == (said, "completed")

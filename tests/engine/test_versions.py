@@ -20,6 +20,7 @@ from support.engines import Answer, assert_idle
 from support.fronts import TIMEOUT_S, RecordingListener
 from support.oracle import ATTENTION, MLP, Oracle, packed, tiny_llama_oracle
 from support.served_engine import served
+from support.tiny_tokenizer import save_tiny_tokenizer
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
@@ -46,12 +47,18 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Oracle, Path]:
     return oracle, path
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a few words: each start of an engine reads it."""
+    return save_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
 @pytest.fixture
-def engine(oracle: tuple[Oracle, Path], default_model_dir: Path) -> Iterator[Engine]:
+def engine(oracle: tuple[Oracle, Path], tokenizer: Path) -> Iterator[Engine]:
     """An engine with the directory as its source, and that replaces."""
     config = EngineConfig(
         model_path=oracle[1],
-        tokenizer_path=default_model_dir,
+        tokenizer_path=tokenizer,
         num_threads=1,
         kv_cache_memory_bytes=8 << 20,
         lora=LoRAConfig.model_validate(
@@ -537,9 +544,9 @@ class VersionsMachine(RuleBasedStateMachine):
     [(2, 7), pytest.param(60, 25, marks=pytest.mark.long(reason="60 histories of 25 steps, with restarts"))],
 )
 def test_no_answer_is_by_a_version_that_its_request_did_not_allow(
-    on_conflict: str, max_examples: int, num_steps: int, default_model_dir: Path, tmp_path: Path
+    on_conflict: str, max_examples: int, num_steps: int, tokenizer: Path, tmp_path: Path
 ) -> None:
-    world = World(tmp_path, default_model_dir, on_conflict)
+    world = World(tmp_path, tokenizer, on_conflict)
     try:
         run_state_machine_as_test(
             lambda: VersionsMachine(world),

@@ -16,14 +16,35 @@ from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.lora.sources.directory import DirectorySource
 from multilora_engine.lora.sources.source import AdapterKey, LocalAdapter, NotThere
+from multilora_wire.adapter_use import AdapterUse
 from support.adapters import TINY, WireAdapter, wire_adapter
 from support.fronts import TIMEOUT_S
 
 ROWS = [(1, 0, 4), (6, 2, 16)]
+USE_FILES = {
+    "chat_template.jinja": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+    "generation_config.json": '{"eos_token_id": [7, 2], "temperature": 0.5}',
+    "multilora.json": '{"max_tokens": 20, "system_prompt": "Be brief."}',
+}
+"""Files of a folder on its adapter's use, and what they say."""
+USE = AdapterUse(
+    chat_templates={"default": USE_FILES["chat_template.jinja"]},
+    end_token_ids=(7, 2),
+    system_prompt="Be brief.",
+    max_tokens=20,
+    temperature=0.5,
+    top_k=0,
+)
 MAX_BYTES = 1 << 20
 NO_BASE = Path("/nowhere/base")
 """The base model's checkpoint, where no DoRA adapter needs one."""
 _MODULES = {1: "self_attn.q_proj", 6: "mlp.down_proj"}
+
+
+def write_use(directory: Path) -> None:
+    """Add `USE_FILES` to a folder."""
+    for name, text in USE_FILES.items():
+        (directory / name).write_text(text)
 
 
 def key(name: str) -> AdapterKey:

@@ -32,11 +32,6 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{
 VOCAB_SIZE = 49152
 
 
-@pytest.fixture(scope="module")
-def reader(default_model_dir: Path) -> UseReader:
-    return UseReader(Tokenizer(default_model_dir), default_model_dir, VOCAB_SIZE)
-
-
 def use_of(reader: UseReader, has_token_rows: bool = False, **files: Any) -> AdapterUse:
     """The use of a folder with these files: their names with `_` for `.`, objects for JSON."""
     texts = {

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 from support.adapters import TINY, WireAdapter, wire_adapter
+from support.sources import USE, write_use
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.lora.device_tier import DeviceTier
+from multilora_engine.lora.folder_use import UseReader
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.layout import AdapterTraits
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.preload import preload_adapters
 from multilora_wire.adapter_origin import AdaptedLinear, AdapterOrigin
@@ -51,6 +54,16 @@ def test_numbered_folders_become_adapters(tmp_path: Path, dtype: torch.dtype) ->
     assert {info.lora_task_id: info.digest for info in manager.inventory.describe()} == {
         t: digest(w) for t, w in wires.items()
     }
+
+
+def test_what_a_folder_says_of_the_use_is_read(tmp_path: Path, reader: UseReader) -> None:
+    wire = write_folder(tmp_path / "7")
+    write_use(tmp_path / "7")
+    manager = build_manager()
+    preload_adapters(tmp_path, manager, TINY, reader)
+    info = manager.inventory.info(7)
+    assert info.use == USE.describe()
+    assert info.digest == AdapterTraits(use=USE.text).digest(digest(wire))
 
 
 def test_the_origin_that_our_converter_writes_beside_the_pair_is_read(tmp_path: Path) -> None:

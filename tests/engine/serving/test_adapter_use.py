@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +54,27 @@ def save_folder(model_dir: Path, path: Path, seed: int, **files: Any) -> Path:
         if "lora_B" in name:
             torch.nn.init.normal_(weight)
     model.save_pretrained(path)
-    AutoTokenizer.from_pretrained(model_dir).save_pretrained(path)
+    tokenizer_of(model_dir).save_pretrained(path)
+    write_files(path, files)
+    return path
+
+
+def save_copy(folder: Path, path: Path, **files: Any) -> Path:
+    """The adapter of another folder, with these files of its own."""
+    shutil.copytree(folder, path)
+    write_files(path, files)
+    return path
+
+
+def write_files(path: Path, files: dict[str, Any]) -> None:
     for name, content in files.items():
         text = content if isinstance(content, str) else json.dumps(content)
         (path / ".".join(name.rsplit("_", 1))).write_text(text)
-    return path
+
+
+@cache
+def tokenizer_of(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +138,7 @@ def prompt_of(response: FakeResponse) -> list[int]:
 
 
 def expected(folder: Path, messages: Any = CHAT, **more: Any) -> list[int]:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = tokenizer_of(folder)
     rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **more)
     return list(tokenizer.encode(rendered, add_special_tokens=False))
 
@@ -200,15 +218,34 @@ def test_arguments_of_the_template_and_own_system_messages_pass(front: Generatio
     assert prompt_of(ask(front, chat("terse", own))[0]) == expected(adapters / "terse", own)
 
 
-def test_a_chat_is_refused_by_the_adapters_template_and_limits(
-    front: GenerationFront, adapters: Path, model_dir: Path
+def test_an_adapters_own_end_token_ends_its_answers_unless_a_request_has_one(
+    front: GenerationFront, adapters: Path
 ) -> None:
-    save_folder(model_dir, adapters / "strict", 5, chat_template_jinja="{{ raise_exception('never') }}")
+    def answer(name: str, **more: Any) -> tuple[list[int], str]:
+        (response,) = ask(front, chat(name, **{"max_tokens": [[12]], **more}))
+        whole = response.arrays["output_ids"].reshape(-1).tolist()
+        return whole[len(prompt_of(response)) :], response.arrays["finish_reason"].item().decode()
+
+    tokens, reason = answer("plain")
+    assert (len(tokens), reason) == (12, "length"), "the base's end token ends it"
+    end = next(token for place, token in enumerate(tokens) if place >= 2 and token not in tokens[:place])
+    ended = [*tokens[: tokens.index(end)], end]
+    save_copy(adapters / "plain", adapters / "ended", generation_config_json={"eos_token_id": [end, 2]})
+    for _ in range(2):  # first from the source, and then as the front knows it
+        assert answer("ended") == (ended, "stop")
+    assert answer("ended", end_id=[[tokens[0]]]) == (tokens[:1], "stop")
+    parts = ask(front, chat("ended", max_tokens=[[12]], streaming=[[True]]))
+    assert parts[-1].arrays["finish_reason"].item() == b"stop"
+    assert [token for part in parts for token in part.arrays["output_ids"].reshape(-1).tolist()] == ended
+
+
+def test_a_chat_is_refused_by_the_adapters_template_and_limits(front: GenerationFront, adapters: Path) -> None:
+    save_copy(adapters / "plain", adapters / "strict", chat_template_jinja="{{ raise_exception('never') }}")
     for _ in range(2):
         (response,) = ask(front, chat("strict"))
         assert response.error is not None
         assert response.error.code == "INVALID_ARG"
-        assert "never" in response.error.message
+        assert "adapter strict: the chat template refused the messages: never" in response.error.message
     (response,) = ask(front, {k: v for k, v in chat("plain").items() if k != "max_tokens"})
     assert response.error is not None
     assert "max_tokens is missing" in response.error.message
@@ -230,11 +267,9 @@ HOSTILE = {
 }
 
 
-def test_a_hostile_template_meets_its_limit_and_holds_up_nobody_else(
-    front: GenerationFront, adapters: Path, model_dir: Path
-) -> None:
+def test_a_hostile_template_meets_its_limit_and_holds_up_nobody_else(front: GenerationFront, adapters: Path) -> None:
     for name, (template, _) in HOSTILE.items():
-        save_folder(model_dir, adapters / name, 5, chat_template_jinja=template)
+        save_copy(adapters / "plain", adapters / name, chat_template_jinja=template)
     ask(front, chat("arr"))  # the front knows the adapter's template now, and its process runs
     names = ["endless", *HOSTILE]
     attacks = [FakeRequest(chat(name), headers={CLIENT_HEADER: "hostile"}) for name in names]
@@ -254,7 +289,7 @@ def test_a_hostile_template_meets_its_limit_and_holds_up_nobody_else(
 
 
 def test_a_replaced_adapter_answers_with_its_own_template(
-    front: GenerationFront, engine: Engine, adapters: Path, model_dir: Path, tmp_path: Path
+    front: GenerationFront, adapters: Path, tmp_path: Path
 ) -> None:
     def upload(folder: Path) -> str:
         content = load_adapter(folder).content
@@ -269,9 +304,9 @@ def test_a_replaced_adapter_answers_with_its_own_template(
         assert response.error is None, response.error.message
         return bytes(response.arrays["lora_digest"].item()).decode()
 
-    one = save_folder(model_dir, tmp_path / "one", 6, chat_template_jinja="1 {{ messages[0].content }}")
-    two = save_folder(model_dir, tmp_path / "two", 6, chat_template_jinja="2 {{ messages[0].content }}")
-    none = save_folder(model_dir, tmp_path / "none", 6)
+    one = save_copy(adapters / "plain", tmp_path / "one", chat_template_jinja="1 {{ messages[0].content }}")
+    two = save_copy(adapters / "plain", tmp_path / "two", chat_template_jinja="2 {{ messages[0].content }}")
+    none = adapters / "plain"
     digests = []
     for folder in (one, two, one, none, two):
         digests.append(upload(folder))

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 from support.adapters import TINY
-from support.sources import MAX_BYTES, NO_BASE, digest_of, key, save_adapter
+from support.sources import MAX_BYTES, NO_BASE, USE, USE_FILES, digest_of, key, save_adapter
 
+from multilora_engine.lora.folder_use import UseReader
 from multilora_engine.lora.sources.hub import HubSource
 from multilora_engine.lora.sources.packing import pack_directory
 from multilora_engine.lora.sources.source import AdapterKey, NotThere, Unreachable, Unusable
+from multilora_wire.adapter_use import parse_use
 
 WEIGHTS = "adapter_model.safetensors"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -134,6 +136,17 @@ def test_a_repository_is_an_adapter_and_only_its_files_are_downloaded(source: Hu
     assert fetch(source, key("acme/pirate")) == (COMMIT, digest_of(1))
     downloaded = {path.rsplit("/", 1)[-1] for _, path in hub.asked if "/resolve/" in path}
     assert downloaded == {"adapter_config.json", WEIGHTS}
+
+
+def test_what_a_repository_says_of_the_use_is_read_also_from_the_cache(
+    source: HubSource, hub: FakeHub, reader: UseReader
+) -> None:
+    hub.repos["acme/pirate"] |= {name: text.encode() for name, text in USE_FILES.items()}
+    for hub.is_down in (False, True):
+        with source.open(key("acme/pirate"), MAX_BYTES) as adapter:
+            packed = pack_directory(adapter, TINY, NO_BASE, reader)
+        assert parse_use(packed.traits.use) == USE
+        assert packed.digest != digest_of(1)
 
 
 def test_the_cache_answers_when_the_hub_does_not(source: HubSource, hub: FakeHub) -> None:

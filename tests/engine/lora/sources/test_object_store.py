@@ -13,11 +13,13 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from support.adapters import TINY
-from support.sources import MAX_BYTES, NO_BASE, digest_of, key, save_adapter
+from support.sources import MAX_BYTES, NO_BASE, USE, USE_FILES, digest_of, key, save_adapter
 
+from multilora_engine.lora.folder_use import UseReader
 from multilora_engine.lora.sources.object_store import ObjectStoreSource
 from multilora_engine.lora.sources.packing import pack_directory
 from multilora_engine.lora.sources.source import NotThere, Unreachable, Unusable
+from multilora_wire.adapter_use import parse_use
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -97,6 +99,17 @@ def source(memory: MemoryFileSystem, tmp_path: Path) -> ObjectStoreSource:
 def test_an_adapter_is_downloaded_and_nothing_is_left(source: ObjectStoreSource, tmp_path: Path) -> None:
     assert fetch(source, "pirate") == digest_of(1)
     assert list((tmp_path / "downloads").iterdir()) == []
+
+
+def test_what_a_folder_says_of_the_use_is_read(
+    source: ObjectStoreSource, memory: MemoryFileSystem, reader: UseReader
+) -> None:
+    for name, text in USE_FILES.items():
+        memory.pipe(f"/allowed/pirate/{name}", text.encode())
+    with source.open(key("pirate"), MAX_BYTES) as adapter:
+        packed = pack_directory(adapter, TINY, NO_BASE, reader)
+    assert parse_use(packed.traits.use) == USE
+    assert packed.digest != digest_of(1)
 
 
 def test_what_is_not_below_the_urls_is_not_there(source: ObjectStoreSource) -> None:
