@@ -9,9 +9,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCAB_SIZE = 311
+HIDDEN_SIZE = 32
 _SHAPE = {
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
+    "hidden_size": HIDDEN_SIZE,
     "intermediate_size": 56,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,

@@ -18,6 +18,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
+from multilora_wire.adapter_use import join_use_files
 from trials.door_attacks import VICTIM_REQUEST_ID
 from trials.doors import GRPC_OPTIONS, STREAMING_MODEL, TIMEOUT_S, Attack, Doors, answers, ask, infer_request, told
 
@@ -214,6 +215,39 @@ def send_a_role_of_four_megabytes(doors: Doors) -> str:
     return "answered"
 
 
+def send_hostile_templates(doors: Doors, hidden_size: int = 576) -> str:
+    """Upload adapters whose chat templates never end, fill the memory or write 5 MB, and ask them for chats.
+
+    hidden_size: of the model, by default of the default model.
+    """
+    templates = (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 'x' * 10**9 }}",
+        "{{ messages[0].content }}{{ 'x' * 5 * 2**20 }}",
+    )
+    uploads = [
+        infer_request(
+            "generation_unary",
+            lora_task_id=np.array([[6_000_000 + i]], np.uint64),
+            lora_weights_fp32=np.zeros((1, 1, 2 * hidden_size), np.float32),
+            lora_config=[[[_ATTENTION_OUT, 0, 1]]],
+            lora_use=np.array([[join_use_files({"chat_template.jinja": template})]], object),
+        )
+        for i, template in enumerate(templates)
+    ]
+    uploaded = answers(doors, uploads)
+    if uploaded != f"{len(uploads)} x answered":
+        return f"uploads: {uploaded}"
+    chat = json.dumps([{"role": "user", "content": "Who are you?"}])
+    ids = [np.array([[6_000_000 + i]], np.uint64) for i in range(len(uploads))]
+    return stream_of_attacks(
+        doors,
+        lambda number: infer_request(
+            "generation_unary", messages=[[chat]], max_tokens=[[1]], lora_task_id=ids[number % len(ids)]
+        ),
+    )
+
+
 def upload_under_forged_names(doors: Doors) -> str:
     """Send 48 adapters of 9 MB at once for the default model, each under another client's name."""
     width, config = 64 * 2 * 576, [[_ATTENTION_OUT, layer, 64] for layer in range(30)]
@@ -261,6 +295,7 @@ SHARED_ATTACKS: Mapping[str, Attack] = {
     "chats of 4 MB, again and again": send_long_chats,
     "chats of 90,000 messages, again and again": send_many_messages,
     "a message of 4 MB that is refused": send_a_role_of_four_megabytes,
+    "chat templates that never end, fill the memory, write 5 MB": send_hostile_templates,
 }
 """Those that are tried behind the proxy and with API keys, too."""
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx2
 import pytest
 
+from checkpoints.tiny_llama import HIDDEN_SIZE
 from servers.tiny_server import save_tiny_model
 from trials import openai_attacks
 from trials.door_attacks import VICTIMS_NAME, send_deep_json, stop_the_victims_request_in_its_name
 from trials.doors import Attack, Doors, answers, infer_request
 from trials.engine_attacks import (
     send_forged_ids,
+    send_hostile_templates,
     send_many_schemas,
     send_one_long_repetitive_word,
     send_rows_times_sequences,
@@ -49,6 +52,12 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         (send_forged_ids, "2 x answered, 1 x INVALID_ARGUMENT"),
         (send_deep_json, "HTTP 400"),
         (openai_attacks.send_deep_json, "HTTP 400"),
+        pytest.param(
+            partial(send_hostile_templates, hidden_size=HIDDEN_SIZE),
+            "INVALID_ARGUMENT",
+            id="send_hostile_templates",
+            marks=pytest.mark.long(reason="endless templates end after seconds; test_adapter_use.py has each once"),
+        ),
     ],
 )
 def test_an_attack_is_answered_and_the_next_client_too(stage: Stage, attack: Attack, met: str) -> None:
