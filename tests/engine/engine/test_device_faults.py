@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
+import msgspec
 import pytest
 import torch
+from support.adapters import wire_adapter
 from support.engines import run_all
 from support.faulty_device import ILLEGAL_ACCESS, NO_MEMORY, FaultyDevice, Place
 
@@ -21,6 +23,9 @@ from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import ConfigError
 from multilora_engine.execution.device_probe import is_device_dead, is_out_of_memory
 from multilora_engine.execution.graph_check import GraphFault
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.free_pages import PagePool
+from multilora_engine.lora.page_copies import PageCopy
 from multilora_engine.request import GenerationRequest, SamplingParams
 
 CPU = torch.device("cpu")
@@ -106,6 +111,35 @@ def test_a_dead_device_that_tells_of_memory_first_fails_no_single_step(
     device.fail(place, RuntimeError(NO_MEMORY[-1]))
     with pytest.raises(RuntimeError, match="CUBLAS_STATUS_ALLOC_FAILED"):
         run_out(engine)
+
+
+@pytest.mark.parametrize("is_sticky", [False, True])
+@pytest.mark.parametrize("text", [ILLEGAL_ACCESS, NO_MEMORY[0]])
+def test_a_copy_of_pages_that_fails_is_its_adapters_failure_only_on_a_live_device(
+    engine: Engine, device: FaultyDevice, is_sticky: bool, text: str
+) -> None:
+    """No step is launched: the request waits for its adapter."""
+    tier, layout = engine.loras.device, engine.info.adapter_layout
+    tier._pool = PagePool(64, layout.page_bytes, CPU)
+
+    def fail(*_: object) -> PageCopy:
+        device.fail("send", RuntimeError(text), is_sticky)
+        device.call("send")
+        raise AssertionError
+
+    tier._copy_pages = fail
+    wire = wire_adapter(layout, [(1, 0, 4)])
+    engine.put_adapter(7, pack_adapter(wire.weights, wire.config, layout))
+    engine.add_request(msgspec.structs.replace(request("r"), lora_task_id=7))
+    if is_sticky and text == ILLEGAL_ACCESS:
+        with pytest.raises(RuntimeError, match=ILLEGAL_ACCESS):
+            run_out(engine)
+        assert engine.is_device_dead()
+    else:
+        outputs = [output for _ in range(2) for output in engine.step()]
+        assert [output.error_code for output in outputs] == ["UNAVAILABLE"]
+        assert f"copying it to the device failed: {text[:20]}" in str(outputs[0].error_message)
+        assert not engine.is_device_dead()
 
 
 def test_an_error_that_passes_leaves_the_device_alive(engine: Engine, device: FaultyDevice) -> None:
