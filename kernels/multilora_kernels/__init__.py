@@ -67,7 +67,13 @@ from multilora_kernels.expand import lora_expand
 from multilora_kernels.experts import expert_mlp, route
 from multilora_kernels.huge_pages import HugePages
 from multilora_kernels.kv_rows import kv_head_dim, kv_row_size, load_rows, store_rows
-from multilora_kernels.linear import PackedWeight, activation_dtype, packed_embedding, packed_linear
+from multilora_kernels.linear import (
+    PackedWeight,
+    activation_dtype,
+    float32_linear,
+    packed_embedding,
+    packed_linear,
+)
 from multilora_kernels.lora_linear import lora_linear
 from multilora_kernels.lora_segments import lora_segments, step_segments
 from multilora_kernels.memory_ahead import MemoryAhead
@@ -117,6 +123,7 @@ __all__ = [
     "decoder_logits",
     "expert_mlp",
     "fill_step_inputs",
+    "float32_linear",
     "forbid_tokens",
     "forget_adapters",
     "gelu",

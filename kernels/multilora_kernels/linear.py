@@ -127,6 +127,25 @@ def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | No
     return y
 
 
+def float32_linear(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x W^T in float32, [rows, out_features]: the logits of a head. x: as of `packed_linear`.
+
+    out: for the result. A GPU writes its sums there as they are, without a product in the type of x between.
+    """
+    if not _sums_into_float32(x):
+        y = packed_linear(x, weight).float()
+        return y if out is None else out.copy_(y)
+    matrix = weight.data.to(x.dtype).T
+    if x.dtype == torch.float32:
+        return torch.mm(x, matrix, out=out)
+    return torch.mm(x, matrix, out_dtype=torch.float32, out=out)
+
+
+def _sums_into_float32(x: torch.Tensor) -> bool:
+    """Whether torch multiplies matrices of 16 bits into one of float32 there."""
+    return x.is_cuda
+
+
 def packed_embedding(token_ids: torch.Tensor, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     """The rows `token_ids` of W as `dtype`, [tokens, in_features]. So a tied embedding uses the head's weights.
 

@@ -74,7 +74,8 @@ class TokenRowTables:
     def replace_logits(self, logits: torch.Tensor, x: torch.Tensor, mapping: torch.Tensor) -> None:
         """Write, in place, logits[i, token] = x[i] . row for each row of the adapter of i.
 
-        logits: [n, vocab_size]. x: [n, hidden_size], of the same dtype. mapping: [n] int64, -1 for the base model.
+        logits: [n, vocab_size], float32 or in the dtype of x. x: [n, hidden_size]. mapping: [n] int64, -1 for the base
+            model.
         """
         one_by_one = self._large
         if self._num_small:

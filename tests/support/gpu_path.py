@@ -22,7 +22,7 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.sampling import sampler
-from multilora_kernels import cpu, cuda, interpreter
+from multilora_kernels import cpu, cuda, interpreter, linear
 from support.adapters import wire_adapter
 from support.plain_operators import PLAIN_OPERATORS
 
@@ -33,6 +33,8 @@ _WAITING = {
     *("aten::_unique2", "aten::repeat_interleave"),
 }
 """Operators whose result, or its size, the host waits for."""
+_FLOAT32_PRODUCTS = (torch.ops.aten.mm.dtype, torch.ops.aten.mm.dtype_out)
+"""Products of matrices of 16 bits in float32, which torch has on a GPU only."""
 
 
 class FakeDevice(TorchDispatchMode):
@@ -51,7 +53,8 @@ class FakeDevice(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **kwargs or {})
+        compute = _float32_product if func in _FLOAT32_PRODUCTS else func
+        result = compute(*args, **kwargs or {})
         if func.name().partition(".")[0] in _WAITING:
             self.copies["wait"] += 1
         if _computes(func, args, result):
@@ -78,6 +81,7 @@ class FakeDevice(TorchDispatchMode):
 
         monkeypatch.setattr(interpreter, "IS_INTERPRETED", True)
         monkeypatch.setattr(JITFunction, "run", launch)
+        monkeypatch.setattr(linear, "_sums_into_float32", lambda x: True)
         # As for logits that are not on the host.
         monkeypatch.setattr(sampler, "most_probable", lambda logits: (logits.argmax(dim=-1), False))
         monkeypatch.setattr(sampler, "_sees_no_overflow", lambda logits, token_ids: False)
@@ -87,6 +91,19 @@ class FakeDevice(TorchDispatchMode):
         monkeypatch.setattr(transfer, "_sent", copied("to the device"))
         monkeypatch.setattr(transfer, "_fetched", copied("from the device"))
         monkeypatch.setattr(transfer, "_recorded_event", Event)
+
+
+def copies_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies to and from the host have memory of their own, as those of a GPU: graphs write over their results."""
+
+    class Event:
+        def synchronize(_event) -> None:
+            pass
+
+    monkeypatch.setattr(transfer, "_is_apart", lambda device: True)
+    monkeypatch.setattr(transfer, "_sent", lambda tensor, device: tensor.clone())
+    monkeypatch.setattr(transfer, "_fetched", torch.clone)
+    monkeypatch.setattr(transfer, "_recorded_event", Event)
 
 
 def make_device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
@@ -121,6 +138,14 @@ def make_engine(folder: Path, tokenizer: Path, save: Callable[..., Path] = save_
         wire = wire_adapter(layout, rows, seed=task, scale=0.5)
         engine.put_adapter(task, pack_adapter(wire.weights, wire.config, layout))
     return engine
+
+
+def _float32_product(
+    x: torch.Tensor, matrix: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    assert x.dtype == matrix.dtype
+    y = (x.double() @ matrix.double()).to(dtype)
+    return y if out is None else out.copy_(y)
 
 
 def _computes(func: Any, args: tuple[Any, ...], result: Any) -> bool:

@@ -15,6 +15,7 @@ from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, g
 from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_engine.sampling.sampler import Best
 from support.engines import Answer, poison_claimed_blocks, run_all
 from support.oracle import Oracle, packed
 
@@ -203,7 +204,7 @@ def use_padded_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[in
     tables, model = engine.loras.device.tables, runner._model
     inputs = DecodeInputs(sizes[-1], 512 // block_size, block_size, num_blocks, tables)
     graphs = DecodeGraphs(
-        lambda batch: model.forward(batch, cache),
+        lambda batch, logits: logits.copy_(model.forward(batch, cache)),
         inputs,
         sizes,
         model.config.vocab_size,
@@ -212,7 +213,7 @@ def use_padded_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[in
     )
     replays: list[int] = []
 
-    def run(batch: ForwardBatch) -> torch.Tensor:
+    def run(batch: ForwardBatch) -> tuple[torch.Tensor, Best]:
         replays.append(len(batch.query_lens))
         return DecodeGraphs.run(graphs, batch)
 

@@ -15,7 +15,7 @@ from multilora_engine.batch.forward_batch import ForwardBatch, KVCache
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.memory import MemoryPlan
 from multilora_engine.errors import ConfigError
-from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, capture_decode, graph_sizes
+from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, Forward, capture_decode, graph_sizes
 from multilora_engine.execution.device_probe import is_device_dead, is_out_of_memory
 from multilora_engine.execution.graph_check import GraphCheck, GraphFault
 from multilora_engine.execution.model_runner import ModelRunner
@@ -46,9 +46,7 @@ _logger = logging.getLogger(__name__)
 
 _Graphs = TypeVar("_Graphs")
 
-CaptureDecode = Callable[
-    [Callable[[ForwardBatch], torch.Tensor], DecodeInputs, list[int], int, torch.device], DecodeGraphs
-]
+CaptureDecode = Callable[[Forward, DecodeInputs, list[int], int, torch.device], DecodeGraphs]
 """As `capture_decode`."""
 
 
@@ -243,8 +241,8 @@ def capture_graphs(
     inputs = DecodeInputs(sizes[-1], max_blocks, config.block_size, plan.num_blocks, tables)
     vocab_size = model.config.vocab_size
 
-    def forward(batch: ForwardBatch) -> torch.Tensor:
-        return model.forward(batch, kv_cache)
+    def forward(batch: ForwardBatch, out: torch.Tensor) -> torch.Tensor:
+        return model.logits(model.hidden_states(batch, kv_cache), batch.logits_indices, batch.lora, out)
 
     def captured() -> DecodeGraphs:
         graphs = capture(forward, inputs, sizes, vocab_size, kv_cache.keys.device)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from multilora_engine.batch.forward_batch import ForwardBatch, TokenLoRAs
+from multilora_engine.sampling.sampler import Best
 from multilora_kernels import LoRATables, StepInputs, fill_step_inputs
 
 _logger = logging.getLogger(__name__)
@@ -26,6 +27,9 @@ _logger = logging.getLogger(__name__)
 Run = Callable[[], None]
 Capture = Callable[[Run], Run]
 """Makes a replay of a function: it does the same work again, on the same memory."""
+
+Forward = Callable[[ForwardBatch, torch.Tensor], object]
+"""Writes the logits of a batch to a tensor, float32 [num_logits, vocab_size]."""
 
 _SIZES = (1, 2, 4)
 _SIZE_STEP = 8
@@ -121,17 +125,18 @@ class DecodeGraphs:
     @torch.inference_mode()
     def __init__(
         self,
-        forward: Callable[[ForwardBatch], torch.Tensor],
+        forward: Forward,
         inputs: DecodeInputs,
         sizes: list[int],
         vocab_size: int,
         device: torch.device,
         capture: Capture,
     ) -> None:
-        """forward: the logits of a batch. capture: `capture_graph` on a GPU."""
+        """capture: `capture_graph` on a GPU."""
         self._inputs = inputs
         self._sizes = sizes
         self._logits = torch.empty(sizes[-1], vocab_size, device=device)
+        self._best = Best.empty(sizes[-1], vocab_size, device)
         # The largest first: the others fit into the memory that it leaves.
         self._replays = {
             (size, has_adapters): self._captured(forward, size, has_adapters, capture)
@@ -153,28 +158,32 @@ class DecodeGraphs:
         return batch.outer is None and n == batch.num_decodes <= self._sizes[-1] and len(batch.logits_indices) <= n
 
     @torch.inference_mode()
-    def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits of the wanted rows, float32 [num_logits, vocab_size]; overwritten by the next step."""
+    def run(self, batch: ForwardBatch) -> tuple[torch.Tensor, Best]:
+        """Logits of the wanted rows, float32 [num_logits, vocab_size], and their `Best`; the next step overwrites both.
+
+        Most steps choose the most probable tokens: in the graph that takes no launch. The others read the logits once
+        for nothing.
+        """
         n = len(batch.query_lens)
         size = self._sizes[bisect.bisect_left(self._sizes, n)]
         self._inputs.fill(batch, size)
         self._replays[size, batch.lora is not None]()
-        return self._logits[: len(batch.logits_indices)]
+        num_rows = len(batch.logits_indices)
+        return self._logits[:num_rows], self._best.first(num_rows)
 
-    def _captured(
-        self, forward: Callable[[ForwardBatch], torch.Tensor], size: int, has_adapters: bool, capture: Capture
-    ) -> Run:
-        batch, logits = self._inputs.batch(size, has_adapters), self._logits[:size]
+    def _captured(self, forward: Forward, size: int, has_adapters: bool, capture: Capture) -> Run:
+        batch, logits, best = self._inputs.batch(size, has_adapters), self._logits[:size], self._best.first(size)
 
         def run() -> None:
-            logits.copy_(forward(batch))
+            forward(batch, logits)
+            best.write(logits)
 
         self._inputs.pad(size)
         return capture(run)
 
 
 def capture_decode(
-    forward: Callable[[ForwardBatch], torch.Tensor],
+    forward: Forward,
     inputs: DecodeInputs,
     sizes: list[int],
     vocab_size: int,

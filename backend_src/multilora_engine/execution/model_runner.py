@@ -17,7 +17,7 @@ from multilora_engine.execution.cuda_graphs import DecodeGraphs
 from multilora_engine.execution.piecewise_graphs import PiecewiseGraphs
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.models.model import Model
-from multilora_engine.sampling.sampler import Choice
+from multilora_engine.sampling.sampler import Best, Choice
 from multilora_engine.sampling.token_counts import DeviceTokens, TokenCounts
 from multilora_engine.sequences.prompt_log_probs import PromptLogProbs
 from multilora_engine.sequences.sequence import BlockCopy, BlockTable, ScheduledSequence, Sequence, Source
@@ -81,7 +81,7 @@ class ModelRunner:
         """
         batch = self.build_batch(step, before)
         forward = partial(self._forward_scored, step) if scores_prompts(step) else self._forward
-        logits = forward(batch, on_layer)
+        logits, best = forward(batch, on_layer)
         sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
         if logits.shape[0] > len(sampled):
             _keep_context_logits(step, logits[len(sampled) :])
@@ -89,25 +89,27 @@ class ModelRunner:
         tokens = None
         if self._counts is not None:
             tokens = DeviceTokens(self._counts, batch.input_ids, batch.logits_indices[: len(sampled)])
-        return Choice(logits, sampled, self._model.config.end_token_ids, tokens)
+        best = None if best is None else best.first(len(sampled))
+        return Choice(logits, sampled, self._model.config.end_token_ids, tokens, best)
 
-    def _forward(self, batch: ForwardBatch, on_layer: Callable[[], None]) -> torch.Tensor:
+    def _forward(self, batch: ForwardBatch, on_layer: Callable[[], None]) -> tuple[torch.Tensor, Best | None]:
+        """The logits of the wanted rows, and their `Best` where it is part of a graph."""
         if batch.own_ropes:  # Graphs have the base's angles.
-            return self._model.forward(batch, self._kv_cache, on_layer)
+            return self._model.forward(batch, self._kv_cache, on_layer), None
         if self._graphs is not None and self._graphs.serves(batch):
             on_layer()
             return self._graphs.run(batch)
         if self._pieces is not None and self._pieces.serves(batch):
-            return self._model.logits(self._pieces.run(batch, on_layer), batch.logits_indices, batch.lora)
-        return self._model.forward(batch, self._kv_cache, on_layer)
+            return self._model.logits(self._pieces.run(batch, on_layer), batch.logits_indices, batch.lora), None
+        return self._model.forward(batch, self._kv_cache, on_layer), None
 
     def _forward_scored(
         self, step: list[ScheduledSequence], batch: ForwardBatch, on_layer: Callable[[], None]
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, None]:
         """`_forward` of a step that has to tell of prompts, too."""
         hidden_states = self._model.hidden_states(batch, self._kv_cache, on_layer)
         score_prompts(step, lambda rows: self._model.logits(hidden_states, rows, batch.lora), self._device)
-        return self._model.logits(hidden_states, batch.logits_indices, batch.lora)
+        return self._model.logits(hidden_states, batch.logits_indices, batch.lora), None
 
     @torch.inference_mode()
     def copy_blocks(self, copies: list[BlockCopy]) -> None:

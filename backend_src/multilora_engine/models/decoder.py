@@ -163,13 +163,19 @@ class Decoder:
     def attention_inputs(self, batch: ForwardBatch) -> LayerInputs:
         return LayerInputs(self._rotations(batch), self._sequences(batch), None, batch.slot_mapping)
 
-    def logits(self, hidden_states: HiddenStates, rows: torch.Tensor, lora: TokenLoRAs | None) -> torch.Tensor:
+    def logits(
+        self,
+        hidden_states: HiddenStates,
+        rows: torch.Tensor,
+        lora: TokenLoRAs | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         x, update = (tensor.index_select(0, rows) for tensor in hidden_states)
         normed, _ = self._norm.add(x, update)
-        logits = self._lm_head.product(normed, None)
+        logits = self._lm_head.logits(normed, out)
         if len(rows) and lora is not None and lora.outer is not None and lora.outer.changes_head:
             adapt_logits(logits, normed, lora, lora.mapping.index_select(0, rows), self.adapter_sites)
-        return self._finished(logits.float())
+        return self._finished(logits)
 
     def _embedded(self, batch: ForwardBatch, lora: LoRABatch | None) -> torch.Tensor:
         x = self._embeddings.embed(batch.input_ids, self.activation_dtype)

@@ -140,6 +140,15 @@ class Model(Protocol):
         """The part of a step's inputs that its attention takes, for `LayerInputs.attend`."""
         ...
 
-    def logits(self, hidden_states: HiddenStates, rows: torch.Tensor, lora: TokenLoRAs | None) -> torch.Tensor:
-        """float32 [len(rows), vocab_size]. rows: [any] int64. lora: of the batch of `hidden_states`."""
+    def logits(
+        self,
+        hidden_states: HiddenStates,
+        rows: torch.Tensor,
+        lora: TokenLoRAs | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """float32 [len(rows), vocab_size], in `out` if there is one.
+
+        rows: [any] int64. lora: of the batch of `hidden_states`.
+        """
         ...

@@ -21,6 +21,7 @@ from multilora_kernels import (
     PackedWeight,
     QuantizedWeight,
     activation_dtype,
+    float32_linear,
     lora_linear,
     packed_embedding,
     packed_linear,
@@ -302,6 +303,10 @@ class EmbeddingWeight(LinearWeight, Protocol):
         """The rows `token_ids` of W as `dtype`, [num_tokens, in_features]. token_ids: [num_tokens] int64."""
         ...
 
+    def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T in float32, [num_tokens, out_features], in `out` if there is one."""
+        ...
+
     def readable(self) -> ReadablePlace | None:
         """The place of the one tensor that the checkpoint has of it; None where it has several."""
         ...
@@ -374,6 +379,9 @@ class FloatWeight:
 
     def embed(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return packed_embedding(token_ids, self.weight, dtype)
+
+    def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return float32_linear(x, self.weight, out)
 
     def readable(self) -> ReadablePlace:
         return WeightRows(self.weight, 0, self.weight.shape[0])

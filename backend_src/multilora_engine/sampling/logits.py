@@ -48,7 +48,7 @@ def adjust_logits(
 
     tokens: None if the host knows all tokens. Returns the rows in which tokens may be forbidden.
     """
-    if not any(map(_is_adjusted, sequences)):
+    if not are_adjusted(sequences):
         return []
     _add_bias(logits, sequences)
     rows = list(enumerate(sequences))
@@ -61,6 +61,11 @@ def adjust_logits(
         restricted |= _adjust_on_device(logits, others, end_token_ids, tokens)
     _force(logits, sequences)
     return sorted(restricted)
+
+
+def are_adjusted(sequences: list[Sequence]) -> bool:
+    """Whether any of the requests may change the logits of its sequence."""
+    return any(map(_is_adjusted, sequences))
 
 
 def end_tokens(sampling: SamplingParams, end_token_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from multilora_engine.batch.transfer import FromDevice, to_device
 from multilora_engine.request import TokenLogProb
-from multilora_engine.sampling.logits import adjust_logits
+from multilora_engine.sampling.logits import adjust_logits, are_adjusted
 from multilora_engine.sampling.token_counts import DeviceTokens
 from multilora_engine.sequences.beam_search import Continuations
 from multilora_engine.sequences.sequence import Sequence, for_each_alone
@@ -63,6 +64,38 @@ class SampledToken(msgspec.Struct, frozen=True):
     is_finite: bool = True
 
 
+class Best(NamedTuple):
+    """The most probable token of each row of logits, and what tells whether the row's numbers overflowed.
+
+    token_ids: int64 [rows]. probes: float32 [rows, some], as `_probe` makes them.
+    """
+
+    token_ids: torch.Tensor
+    probes: torch.Tensor
+
+    @classmethod
+    def of(cls, logits: torch.Tensor) -> Best:
+        """logits: float32 [rows, vocab]. The host does not wait for the device."""
+        token_ids = logits.argmax(dim=-1)
+        return cls(token_ids, _probe(logits, token_ids))
+
+    @classmethod
+    def empty(cls, num_rows: int, vocab_size: int, device: torch.device) -> Best:
+        """Memory for `write`."""
+        num_probed = cls.of(torch.zeros(1, vocab_size)).probes.shape[1]
+        token_ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        return cls(token_ids, torch.zeros(num_rows, num_probed, device=device))
+
+    def first(self, num_rows: int) -> Best:
+        """The first rows, in the same memory."""
+        return Best(self.token_ids[:num_rows], self.probes[:num_rows])
+
+    def write(self, logits: torch.Tensor) -> None:
+        """`of` the logits, of as many rows, in this memory."""
+        torch.argmax(logits, dim=-1, out=self.token_ids)
+        torch.cat(_probed(logits, self.token_ids), dim=1, out=self.probes)
+
+
 class Choice:
     """The choice of one token for each sequence. The device makes it by itself; the host may go on and `read` it later.
 
@@ -78,9 +111,11 @@ class Choice:
         sequences: list[Sequence],
         end_token_ids: tuple[int, ...],
         tokens: DeviceTokens | None = None,
+        best: Best | None = None,
     ) -> None:
         """logits: [len(sequences), vocab], float32, changed in place. tokens: None if the host knows all tokens.
 
+        best: of these logits, if the step has computed it.
         If any sequence's sampling `must_read_each_token`, nobody may change the logits until the choice is read.
         """
         self.sequences = sequences
@@ -89,11 +124,11 @@ class Choice:
         scored_rows = _index(scored, logits) if scored else None
         log_probs = None if scored_rows is None else _rows(logits, scored_rows).log_softmax(dim=-1)
         self._kept = _own_logits(logits, sequences)
+        best = None if are_adjusted(sequences) else best
         self._restricted = adjust_logits(logits, sequences, end_token_ids, tokens)
-        self.token_ids, are_sound = _choose(logits, sequences, tokens)
+        self.token_ids, probes = _choose(logits, sequences, tokens, best)
         # The probes travel with the tokens: when the probes are read, the logits may be of another step.
-        probes = () if are_sound else (_probe(logits, self.token_ids),)
-        self._on_host = FromDevice(self.token_ids, *probes)
+        self._on_host = FromDevice(self.token_ids, *(() if probes is None else (probes,)))
         self._log_probs = None
         if log_probs is not None and scored_rows is not None:
             self._log_probs = _LogProbs(scored, log_probs, _rows(self.token_ids, scored_rows), sequences)
@@ -151,14 +186,19 @@ def _own_logits(logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list[i
     return (rows, FromDevice(logits.index_select(0, _index(rows, logits)))) if rows else None
 
 
-def _choose(logits: torch.Tensor, sequences: list[Sequence], tokens: DeviceTokens | None) -> tuple[torch.Tensor, bool]:
-    """The tokens, and whether their logits are known to be finite and not zero, so that no probe is needed.
+def _choose(
+    logits: torch.Tensor, sequences: list[Sequence], tokens: DeviceTokens | None, best: Best | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The tokens and their probes: None if the tokens' logits are known to be finite and not zero.
 
-    Only logits in the host's memory can be known so.
+    Only logits in the host's memory can be known so. best: of the logits as they are; None if nobody has computed it.
     """
     drawn = [row for row, s in enumerate(sequences) if not s.request.sampling.is_greedy and s.search is None]
     if not drawn:
-        return (logits.argmax(dim=-1), False) if logits.is_cuda else most_probable(logits)
+        if best is not None or logits.is_cuda:
+            return best or Best.of(logits)
+        token_ids, are_sound = most_probable(logits)
+        return token_ids, None if are_sound else _probe(logits, token_ids)
     rules = [_GREEDY] * len(sequences)
     for row, rule in for_each_alone([(row, sequences[row]) for row in drawn], _rule):
         rules[row] = rule
@@ -170,7 +210,7 @@ def _choose(logits: torch.Tensor, sequences: list[Sequence], tokens: DeviceToken
         token_ids = sample_tokens(logits, parameters)
     else:
         token_ids = sample_tokens(logits, rules)
-    return token_ids, _sees_no_overflow(logits, token_ids)
+    return token_ids, None if _sees_no_overflow(logits, token_ids) else _probe(logits, token_ids)
 
 
 def _reset_top_p(parameters: torch.Tensor, rows: list[int], sequences: list[Sequence], tokens: DeviceTokens) -> None:
@@ -194,8 +234,13 @@ def _sees_no_overflow(logits: torch.Tensor, token_ids: torch.Tensor) -> bool:
 
 def _probe(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """The logits of the chosen tokens and of a few tokens from all over the vocabulary, [rows, 1 + some]."""
+    return torch.cat(_probed(logits, token_ids), dim=1)
+
+
+def _probed(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The columns of `_probe`."""
     distance = max(1, logits.shape[1] // 4)
-    return torch.cat((logits.gather(1, token_ids.unsqueeze(1)), logits[:, ::distance]), dim=1)
+    return logits.gather(1, token_ids.unsqueeze(1)), logits[:, ::distance]
 
 
 def _overflown(probes: NDArray[np.float32]) -> set[int]:

@@ -30,7 +30,10 @@ def test_the_rows_that_are_wanted_come_in_their_order_whatever_they_were_before(
     graphs.run(decode_step([7, 8, 9], [0, 2, 1]))
     batch = decode_step([4, 5, 6], wanted)
     assert graphs.serves(batch)
-    assert graphs.run(batch).tolist() == [[4.0 + row] * 2 for row in wanted]
+    logits, best = graphs.run(batch)
+    assert logits.tolist() == [[4.0 + row] * 2 for row in wanted]
+    assert torch.equal(best.token_ids, logits.argmax(dim=1))
+    assert best.probes.tolist() == [[4.0 + row] * 3 for row in wanted]
 
 
 def test_a_small_step_after_a_large_one_asks_for_no_row_of_the_large_one() -> None:
@@ -56,8 +59,8 @@ def make_inputs() -> DecodeInputs:
 def make_graphs() -> DecodeGraphs:
     """Of a model of two logits, each the token itself."""
 
-    def forward(batch: ForwardBatch) -> torch.Tensor:
-        return batch.input_ids[batch.logits_indices].float()[:, None].expand(-1, 2)
+    def forward(batch: ForwardBatch, logits: torch.Tensor) -> None:
+        logits.copy_(batch.input_ids[batch.logits_indices].float()[:, None].expand(-1, 2))
 
     return DecodeGraphs(forward, make_inputs(), [1, 2, 4], 2, torch.device("cpu"), lambda run: run)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.engines import run_all
-from support.gpu_path import make_engine
+from support.gpu_path import copies_are_made, make_engine
 from support.recorded_graph import Change, RecordedPieces, record
 from support.tiny_mixture import save_tiny_mixture
 
@@ -37,8 +37,13 @@ MAX_NUM_SEQS, MAX_LEN = 5, 64
     ("save", "enable_async_scheduling"), [(save_tiny_llama, False), (save_tiny_llama, True), (save_tiny_mixture, True)]
 )
 def test_graphs_choose_the_tokens_of_steps_without(
-    tmp_path: Path, default_model_dir: Path, save: Callable[..., Path], enable_async_scheduling: bool
+    tmp_path: Path,
+    default_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    save: Callable[..., Path],
+    enable_async_scheduling: bool,
 ) -> None:
+    copies_are_made(monkeypatch)
     options = {"enable_async_scheduling": enable_async_scheduling, "max_num_seqs": MAX_NUM_SEQS}
     expected = _tokens(make_engine(tmp_path, default_model_dir, save, **options))
     engine = make_engine(tmp_path, default_model_dir, save, **options)

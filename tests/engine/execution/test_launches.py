@@ -36,8 +36,8 @@ LAUNCHES_OUTSIDE = {
     # Of the rows whose logits are wanted.
     "aten::index_select": 2,
     "add_rms_norm_kernel": 1,
-    "aten::linear": 1,
-    "aten::to": 1,
+    # Of the head.
+    "aten::mm": 1,
     # Of the chosen tokens.
     "aten::argmax": 1,
     "aten::gather": 1,
@@ -138,7 +138,7 @@ def test_prompts_beside_decodes_are_attended_to_by_one_kernel_of_each_kind_a_lay
     ) + Counter(of_attention)
 
 
-def test_a_captured_decode_step_is_a_launch_for_its_inputs_the_graph_and_three_for_the_tokens(
+def test_a_captured_decode_step_is_a_launch_for_its_inputs_and_the_graph(
     tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = make_device(monkeypatch)
@@ -146,8 +146,8 @@ def test_a_captured_decode_step_is_a_launch_for_its_inputs_the_graph_and_three_f
     runner, block_size = engine._runner, engine._blocks.block_size
     inputs = DecodeInputs(4, 9, block_size, engine.stats.num_blocks, engine._loras.device.tables)
 
-    def forward(batch: ForwardBatch) -> torch.Tensor:
-        return torch.zeros(len(batch.input_ids), VOCAB_SIZE)
+    def forward(batch: ForwardBatch, logits: torch.Tensor) -> None:
+        logits.zero_()
 
     runner._graphs = DecodeGraphs(forward, inputs, [4], VOCAB_SIZE, torch.device("cpu"), lambda run: lambda: None)
     device.serve(monkeypatch)
@@ -160,7 +160,7 @@ def test_a_captured_decode_step_is_a_launch_for_its_inputs_the_graph_and_three_f
         device.launches.clear()
         device.copies.clear()
         engine.step()
-    assert device.launches == {"fill_kernel": 1, "aten::argmax": 1, "aten::gather": 1, "aten::cat": 1}
+    assert device.launches == {"fill_kernel": 1}
     assert device.copies == {"to the device": 1, "from the device": 2, "wait": 1}
 
 

@@ -159,7 +159,13 @@ class GeneralModel:
     def attention_inputs(self, batch: ForwardBatch) -> LayerInputs:
         raise AssertionError("steps of transformers' modules are not captured in pieces")
 
-    def logits(self, hidden_states: HiddenStates, rows: torch.Tensor, lora: TokenLoRAs | None) -> torch.Tensor:
+    def logits(
+        self,
+        hidden_states: HiddenStates,
+        rows: torch.Tensor,
+        lora: TokenLoRAs | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         chosen = hidden_states[0].index_select(0, rows)
         mapping = None if lora is None else lora.mapping.index_select(0, rows)
         self._current.head = HeadRows(chosen, lora, mapping)
@@ -168,7 +174,7 @@ class GeneralModel:
             logits: torch.Tensor = self.tree(input_ids=rows.unsqueeze(0), use_cache=False).logits
         finally:
             self._current.head = None
-        return logits[0].float()
+        return logits[0].float() if out is None else out.copy_(logits[0])
 
     @property
     def _outer(self) -> list[LinearWeight]:

@@ -11,7 +11,7 @@ import torch
 from multilora_engine.batch.forward_batch import LoRABatch
 from multilora_engine.models.quantization.part import Layout, PartFilling, QuantizedPart
 from multilora_engine.models.weights import Destination, FloatWeight, LinearWeight, WeightSwitch
-from multilora_kernels import PackedExperts, PackedWeight, lora_apply, lora_linear, packed_linear
+from multilora_kernels import PackedExperts, PackedWeight, float32_linear, lora_apply, lora_linear, packed_linear
 from multilora_kernels.quantized import QuantizedWeight, quantized_embedding, quantized_linear, quantized_lora_linear
 from multilora_wire.gguf.blocks import TYPES, dequantize
 from multilora_wire.quantized.ggml import GGMLBlocks
@@ -79,6 +79,12 @@ class CodedWeight:
         if self.order is None:
             return rows
         return torch.empty_like(rows).index_copy_(1, self.order, rows)
+
+    def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        if self.floats is not None:
+            return float32_linear(self._ordered(x), self.floats, out)
+        y = self.product(x, None).float()
+        return y if out is None else out.copy_(y)
 
     def readable(self) -> None:
         return None
