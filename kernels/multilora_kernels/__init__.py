@@ -4,8 +4,9 @@ attention over a paged cache.
 Public, by purpose:
 - adapters: `LoRATables` say where every adapter's weights lie. `lora_segments` makes the `LoRASegments` once a step:
   which tokens belong to which adapter. `lora_shrink` and `lora_expand` are called once for each fused linear;
-  `lora_apply` is both in one call, `lora_linear` is the base linear with both, and `lora_embedding` is the first half
-  for embeddings. `TokenRowTables` of `TokenRows` are an adapter's own rows of embeddings and head.
+  `lora_apply` is both in one call, `updated` is a product of the base with both, `lora_linear` the same of one linear,
+  and `lora_embedding` is the first half for embeddings. `TokenRowTables` of `TokenRows` are an adapter's own rows of
+  embeddings and head.
 - base weights: `PackedWeight`, used by `packed_linear` and `packed_embedding`, with inputs of `activation_dtype`.
   `HugePages` is their memory; `MemoryAhead` takes that memory before it is used.
 - quantised base weights: `QuantizedWeight` of a `CodeType`, used by `quantized_linear`, `quantized_lora_linear` and
@@ -35,7 +36,7 @@ experts, packed_experts                    a router's choice, and the chosen exp
 elementwise                                the work between linears
 decoder_layers                             all layers of a Llama-like model in one call
 sampling, sampling_rule, penalties         the choice of tokens, and changes of logits before it
-step_inputs                                the inputs of captured graphs
+step_inputs, streams                       the inputs of captured graphs, and their second stream
 huge_pages, memory_ahead                   memory for weights
 dispatch, interpreter                      who computes an operator; where the GPU's operators serve
   cpu, cuda                                C++ for CPUs; OpenAI Triton for GPUs
@@ -44,7 +45,7 @@ reference, penalties_reference             every operator in plain PyTorch
 self_test, comparisons                     the GPU operators compared with the reference, at start
 """
 
-from multilora_kernels.apply import lora_apply
+from multilora_kernels.apply import lora_apply, updated
 from multilora_kernels.attention import (
     AttentionOptions,
     PagedSequences,
@@ -155,4 +156,5 @@ __all__ = [
     "silu_mul",
     "step_segments",
     "store_rows",
+    "updated",
 ]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from multilora_kernels.dispatch import operator
+from multilora_kernels.expand import lora_expand
+from multilora_kernels.interpreter import has_gpu_operators
 from multilora_kernels.segments import LoRASegments
+from multilora_kernels.shrink import lora_shrink
+from multilora_kernels.streams import beside
 from multilora_kernels.tables import LoRATables
 
 
@@ -25,3 +30,25 @@ def lora_apply(
     on a CPU.
     """
     operator("lora_apply", x)(x, y, tables, first_slice, slice_sizes, segments)
+
+
+def updated(
+    product: Callable[[], torch.Tensor],
+    x: torch.Tensor,
+    tables: LoRATables,
+    first_slice: int,
+    slice_sizes: Sequence[int],
+    segments: LoRASegments,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The base's product of x, `lora_apply` on it, then the bias. Returns the product's memory.
+
+    In a captured graph of a GPU the first half of the update runs beside the product, which reads x, too.
+    """
+    if has_gpu_operators(x.device):
+        v, y = beside(partial(lora_shrink, x, tables, first_slice, len(slice_sizes), segments), product, x.device)
+        lora_expand(v, y, tables, first_slice, slice_sizes, segments)
+    else:
+        y = product()
+        lora_apply(x, y, tables, first_slice, slice_sizes, segments)
+    return y if bias is None else y.add_(bias)

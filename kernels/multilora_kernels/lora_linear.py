@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from multilora_kernels.apply import lora_apply
+from multilora_kernels.apply import updated
 from multilora_kernels.cpu import compiled_kernels
 from multilora_kernels.linear import PackedWeight, packed_linear
 from multilora_kernels.segments import LoRASegments
@@ -31,8 +32,6 @@ def lora_linear(
     The bias comes last, because a DoRA magnitude scales the weights only. Returns [num_tokens, sum(slice_sizes)].
     """
     if not weight.is_packed:
-        y = packed_linear(x, weight)
-        lora_apply(x, y, tables, first_slice, slice_sizes, segments)
-        return y if bias is None else y.add_(bias)
+        return updated(partial(packed_linear, x, weight), x, tables, first_slice, slice_sizes, segments, bias)
     packed = (x, weight.data, tables, first_slice, slice_sizes, segments, bias)
     return compiled_kernels().lora_linear(*packed)  # type: ignore[no-any-return]

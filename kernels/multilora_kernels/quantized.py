@@ -20,11 +20,12 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from multilora_kernels.apply import lora_apply
+from multilora_kernels.apply import updated
 from multilora_kernels.code_order import in_order, in_tiles, tile_inputs
 from multilora_kernels.cpu import (
     activation_digits,
@@ -327,9 +328,7 @@ def quantized_lora_linear(
     With packed weights all of it is one parallel region, as in `lora_linear`.
     """
     if not weight.is_packed:
-        y = quantized_linear(x, weight)
-        lora_apply(x, y, tables, first_slice, slice_sizes, segments)
-        return y if bias is None else y.add_(bias)
+        return updated(partial(quantized_linear, x, weight), x, tables, first_slice, slice_sizes, segments, bias)
     packed = (x, weight.panels, tables, first_slice, slice_sizes, segments, bias)
     return compiled_kernels().lora_linear(*packed)  # type: ignore[no-any-return]
 

@@ -8,7 +8,6 @@ needs. The program of the newest key first rotates and stores this key, so that 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -21,15 +20,13 @@ from multilora_kernels.cuda.kv_rows import store_row
 from multilora_kernels.cuda.rotation import load_turned
 from multilora_kernels.cuda.tiles import LOG2_OF_E
 from multilora_kernels.kv_rows import kv_head_dim
+from multilora_kernels.streams import MAX_COUNTERS, counters
 
 MAX_SPLITS = tl.constexpr(16)
 """Sixteen splits of eight key-value heads fill a GPU even when one sequence decodes alone."""
 
 MIN_SPLIT_SIZE = tl.constexpr(256)
 """The keys of the smallest split. Fewer would not pay for their share of the adding."""
-
-_MAX_HEADS = 1 << 18
-"""The most key-value heads of all sequences of a step."""
 
 
 def decode(
@@ -55,7 +52,7 @@ def decode(
     """The rows of `out` of the first `num_decodes` sequences, as `attention.rotary_attention` says; others stay."""
     num_sequences, num_kv_heads, head_dim = num_decodes, keys.shape[1], kv_head_dim(keys)
     group = qkv.shape[1] // head_dim // num_kv_heads - 2
-    assert num_sequences * num_kv_heads <= _MAX_HEADS
+    assert num_sequences * num_kv_heads <= MAX_COUNTERS
     max_keys = block_tables.shape[1] * block_size
     num_splits = min(MAX_SPLITS.value, cdiv(min(window or max_keys, max_keys), MIN_SPLIT_SIZE.value))
     sums = qkv.new_empty(num_sequences, num_kv_heads * group, num_splits, head_dim, dtype=torch.float32)
@@ -76,7 +73,7 @@ def decode(
         context_lens,
         sums,
         stats,
-        _arrivals(qkv.device),
+        counters(qkv.device),
         sinks,
         distance_bias,
         out,
@@ -91,15 +88,6 @@ def decode(
         block_tables.stride(0),
         **constants,
     )
-
-
-@functools.cache
-def _arrivals(device: torch.device) -> torch.Tensor:
-    """How many programs of a sequence's key-value head have ended: zeros before and after each launch.
-
-    This is work memory of the kernel. All launches of a stream share it, and captured graphs keep its address.
-    """
-    return torch.zeros(_MAX_HEADS, dtype=torch.int32, device=device)
 
 
 def decode_constants(

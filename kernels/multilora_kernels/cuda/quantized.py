@@ -27,6 +27,7 @@ from multilora_kernels.code_order import tile_inputs
 from multilora_kernels.cuda.code_values import int4_values, int8_values
 from multilora_kernels.cuda.integers import cdiv
 from multilora_kernels.cuda.tiles import exact_dot, float8_values
+from multilora_kernels.streams import MAX_COUNTERS, counters
 
 MAX_ROWS = 128
 """More rows take so long to multiply that writing the weight as floats first pays."""
@@ -51,9 +52,6 @@ _WIDE = {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
 _FEW_ROWS, _FEW_PROGRAMS, _MORE_PROGRAMS, _LEAST_TILES = 32, 528, 264, 2
 """Programs that a product is split into: four for each processor of an H200 up to `_FEW_ROWS` rows, two beyond; tiles
 of inputs of the smallest split."""
-
-_MAX_TILES = 1 << 16
-"""Of y, in one product."""
 
 
 class Codes(NamedTuple):
@@ -140,7 +138,7 @@ def _multiply(x: torch.Tensor, weight: Codes, bias: torch.Tensor | None, plan: P
     y = x.new_empty(num_rows, num_outputs)
     sums = x.new_empty(num_splits, num_rows, num_outputs, dtype=torch.float32) if num_splits > 1 else None
     grid = (cdiv(num_outputs, constants["BLOCK_N"]), cdiv(num_rows, constants["BLOCK_M"]), num_splits)
-    assert grid[0] * grid[1] <= _MAX_TILES
+    assert grid[0] * grid[1] <= MAX_COUNTERS
     multiply_codes_kernel[grid](
         x,
         weight.codes,
@@ -149,7 +147,7 @@ def _multiply(x: torch.Tensor, weight: Codes, bias: torch.Tensor | None, plan: P
         bias,
         y,
         sums,
-        _arrivals(x.device),
+        counters(x.device),
         num_rows,
         num_outputs,
         weight.in_features,
@@ -160,12 +158,6 @@ def _multiply(x: torch.Tensor, weight: Codes, bias: torch.Tensor | None, plan: P
         **constants,
     )
     return y
-
-
-@functools.cache
-def _arrivals(device: torch.device) -> torch.Tensor:
-    """How many programs of a tile of y have ended: zeros before and after each launch, as in `decode_attention`."""
-    return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 
 def dequantized(weight: Codes, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.engines import run_all
-from support.gpu_path import copies_are_made, make_engine
+from support.gpu_path import copies_are_made, kernels_by_plain_torch, make_engine
 from support.recorded_graph import Change, RecordedPieces, record
 from support.tiny_mixture import save_tiny_mixture
 
@@ -55,6 +55,18 @@ def test_graphs_choose_the_tokens_of_steps_without(
     replays.clear()
     assert _tokens(engine) == expected
     assert len(replays) >= 10
+
+
+@pytest.mark.parametrize("is_second_first", [True, False])
+def test_tokens_are_the_same_whether_updates_beside_the_products_are_early_or_late(
+    tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch, is_second_first: bool
+) -> None:
+    kernels_by_plain_torch(monkeypatch)
+    copies_are_made(monkeypatch)
+    expected = _tokens(make_engine(tmp_path, default_model_dir, max_num_seqs=MAX_NUM_SEQS))
+    engine = make_engine(tmp_path, default_model_dir, max_num_seqs=MAX_NUM_SEQS)
+    engine._runner._graphs = _capture(engine, functools.partial(record, is_second_first=is_second_first))
+    assert _tokens(engine) == expected
 
 
 @pytest.mark.parametrize(

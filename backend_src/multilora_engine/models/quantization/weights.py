@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from multilora_engine.batch.forward_batch import LoRABatch
 from multilora_engine.models.quantization.part import Layout, PartFilling, QuantizedPart
 from multilora_engine.models.weights import Destination, FloatWeight, LinearWeight, WeightSwitch
-from multilora_kernels import PackedExperts, PackedWeight, float32_linear, lora_apply, lora_linear, packed_linear
+from multilora_kernels import PackedExperts, PackedWeight, float32_linear, lora_linear, packed_linear, updated
 from multilora_kernels.quantized import QuantizedWeight, quantized_embedding, quantized_linear, quantized_lora_linear
 from multilora_wire.gguf.blocks import TYPES, dequantize
 from multilora_wire.quantized.ggml import GGMLBlocks
@@ -72,7 +73,7 @@ class CodedWeight:
             if self.floats is not None:
                 return lora_linear(x, self.floats, lora.tables, first_column, slice_sizes, lora.segments, bias)
             return quantized_lora_linear(x, self.weight, lora.tables, first_column, slice_sizes, lora.segments, bias)
-        return with_adapters(self.product(x, None), x, bias, first_column, slice_sizes, lora)
+        return updated(partial(self.product, x, None), x, lora.tables, first_column, slice_sizes, lora.segments, bias)
 
     def embed(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         rows = quantized_embedding(token_ids, self.weight, dtype)
@@ -161,7 +162,7 @@ class StackedWeight:
     def product_with_adapters(
         self, x: torch.Tensor, bias: torch.Tensor | None, first_column: int, slice_sizes: Sequence[int], lora: LoRABatch
     ) -> torch.Tensor:
-        return with_adapters(self.product(x, None), x, bias, first_column, slice_sizes, lora)
+        return updated(partial(self.product, x, None), x, lora.tables, first_column, slice_sizes, lora.segments, bias)
 
 
 @dataclass(frozen=True)
@@ -182,16 +183,3 @@ class CodedExperts:
 
     def checkpoint_tensors(self) -> dict[str, Destination]:
         return self.tensors
-
-
-def with_adapters(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    first_column: int,
-    slice_sizes: Sequence[int],
-    lora: LoRABatch,
-) -> torch.Tensor:
-    """y plus each token's adapter of x, then the bias, in place."""
-    lora_apply(x, y, lora.tables, first_column, slice_sizes, lora.segments)
-    return y if bias is None else y.add_(bias)
