@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 from support.adapters import wire_adapter
-from support.engines import run_all
+from support.engines import assert_idle, run_all
 from support.faulty_device import ILLEGAL_ACCESS, NO_MEMORY, FaultyDevice, Place
 
 from checkpoints.tiny_llama import save_tiny_llama
@@ -42,8 +42,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FaultyDevice:
     return FaultyDevice(monkeypatch)
 
 
-@pytest.fixture
-def engine(device: FaultyDevice, checkpoint: Path, default_model_dir: Path) -> Iterator[Engine]:
+@pytest.fixture(scope="module")
+def only_engine(checkpoint: Path, default_model_dir: Path) -> Iterator[Engine]:
     engine = Engine(
         EngineConfig(
             model_path=checkpoint,
@@ -54,6 +54,16 @@ def engine(device: FaultyDevice, checkpoint: Path, default_model_dir: Path) -> I
     )
     yield engine
     engine.close()
+
+
+@pytest.fixture
+def engine(only_engine: Engine, device: FaultyDevice) -> Iterator[Engine]:
+    """On a device that is sound again, and without requests, after each test."""
+    yield only_engine
+    only_engine._in_flight = None
+    for name in ("r", "lost"):
+        only_engine.abort(name)
+    assert_idle(only_engine)
 
 
 def request(name: str) -> GenerationRequest:
@@ -116,18 +126,18 @@ def test_a_dead_device_that_tells_of_memory_first_fails_no_single_step(
 @pytest.mark.parametrize("is_sticky", [False, True])
 @pytest.mark.parametrize("text", [ILLEGAL_ACCESS, NO_MEMORY[0]])
 def test_a_copy_of_pages_that_fails_is_its_adapters_failure_only_on_a_live_device(
-    engine: Engine, device: FaultyDevice, is_sticky: bool, text: str
+    engine: Engine, device: FaultyDevice, monkeypatch: pytest.MonkeyPatch, is_sticky: bool, text: str
 ) -> None:
     """No step is launched: the request waits for its adapter."""
     tier, layout = engine.loras.device, engine.info.adapter_layout
-    tier._pool = PagePool(64, layout.page_bytes, CPU)
+    monkeypatch.setattr(tier, "_pool", PagePool(64, layout.page_bytes, CPU))
 
     def fail(*_: object) -> PageCopy:
         device.fail("send", RuntimeError(text), is_sticky)
         device.call("send")
         raise AssertionError
 
-    tier._copy_pages = fail
+    monkeypatch.setattr(tier, "_copy_pages", fail)
     wire = wire_adapter(layout, [(1, 0, 4)])
     engine.put_adapter(7, pack_adapter(wire.weights, wire.config, layout))
     engine.add_request(msgspec.structs.replace(request("r"), lora_task_id=7))
