@@ -186,7 +186,7 @@ async def measure(server: ServerProcess, setting: Setting, parts: Sequence[str],
     ]
     async with AsyncClient(f"grpc://{server.grpc_url}") as client:
         for target in bar.track(adapters, description="sending adapters"):
-            assert target.adapter is not None
+            assert isinstance(target.adapter, Adapter)
             await client.upload(target.adapter)
     async with light_asks(server.grpc_url, (DIRECT, ENSEMBLE), setting.output_tokens) as (direct, ensemble):
         measurements = Measurement(setting, {_DIRECT: direct, _ENSEMBLE: ensemble}, adapters, bar)

@@ -52,8 +52,8 @@ def _make_ask(open_stream: Any, door: Door, output_tokens: int) -> Ask:
 
 def _request(job: Job, door: Door, output_tokens: int) -> Any:
     inputs = generation_inputs(job.prompt, True, door, max_tokens=output_tokens, end_id=-1)
-    if job.target.adapter is not None:
-        inputs |= task_id_input(job.target.adapter.lora_task_id)
+    if job.target.lora_task_id is not None:
+        inputs |= task_id_input(job.target.lora_task_id)
     request = service_pb2.ModelInferRequest(model_name=door.stream_model)
     for name, tensor in inputs.items():
         request.inputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)

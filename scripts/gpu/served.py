@@ -250,7 +250,7 @@ async def ask_of(server: Served, calls: EngineCalls, output_tokens: int) -> Asyn
 async def _ask_engine(calls: EngineCalls, output_tokens: int, job: Job, due_s: float) -> Sample:
     clock = asyncio.get_running_loop().time
     sent_s, times, error, outputs = clock(), list[float](), "", list[TokenOutput]()
-    adapter = job.target.adapter.lora_task_id if job.target.adapter else None
+    adapter = job.target.lora_task_id
     try:
         async for output in calls.generate([token_of(each) for each in job.prompt], output_tokens, adapter):
             times.append(clock())

@@ -82,7 +82,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     """Knows the protocol and nothing of language models: it answers with `words`, and keeps adapters by task id.
 
     refusal: the error that answers every prompt.
-    report: what the model `adapters` answers; to `layout` with the sites of SAVED_SITES, if there is no layout in it.
+    report: what the model `adapters` answers; to `layout` with the sites of SAVED_SITES, if it has no layout. An
+        empty one tells no `stats` either.
     received: (model, inputs) of every request but those, in order; headers: those of each, in the same order. endless:
     streams go on until they are cancelled.
     was_left_early: whether a client that had its last word left before the server had closed the stream.
@@ -102,11 +103,13 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     def ModelInfer(self, request: Any, context: grpc.ServicerContext) -> Any:
         inputs = self._receive(request, context)
         if request.model_name == "adapters":
-            if json.loads(inputs["request"][0])["operation"] != "layout" or "layout" in self.report:
+            operation = json.loads(inputs["request"][0])["operation"]
+            default = {"layout": {"layout": {"sites": asdict(SAVED_SITES)}}, "stats": {}}.get(operation)
+            if default is None or (operation in self.report if operation == "layout" else self.report):
                 return self._report(self.report)
             self.received.pop()
             self.headers.pop()
-            return self._report({"layout": {"sites": asdict(SAVED_SITES)}})
+            return self._report(default)
         if error := self._error(inputs):
             context.abort(grpc.StatusCode.NOT_FOUND, error)
         is_upload = "text_input" not in inputs and "messages" not in inputs

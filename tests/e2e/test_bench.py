@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,8 @@ def test_clones_of_adapters_answer_alike_under_load(
     )
     assert result.exit_code == 0, result.output
     assert f"0 of {NUM_REQUESTS} answers differ" in result.stdout
+    requests, adapters = map(float, re.findall(r"of a step\W+([\d.]+) / ([\d.]+)", result.stdout)[0])
+    assert 1 <= adapters <= min(4, requests)
     with (tmp_path / "requests.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {(row["input_tokens"], row["output_tokens"], row["error"]) for row in rows} == {("16", "6", "")}

@@ -309,7 +309,7 @@ class EngineServer:
                     message.trace_id,
                 )
                 if not sender.is_canary:
-                    self._telemetry.begin(request.request_id)
+                    self._telemetry.begin(request.request_id, accepted.task_id)
                 self._rates.charge(sender, request.num_prompt_tokens)
         except Exception as error:
             num_refused = sum(request.request_id not in self._routes for request in message.requests)

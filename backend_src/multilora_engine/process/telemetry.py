@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from multilora_engine.histogram import Histogram
+from multilora_engine.lora.names import TaskId
 from multilora_engine.request import TokenOutput
 
 _REMEMBERED_PER_PLACE = 16
@@ -89,7 +90,8 @@ class RequestStats:
     requests: by how they ended: a finish reason, or the code of an error.
     queue_seconds: from arrival to the first step. first_token_seconds: from arrival to the first output.
     inter_token_seconds: between tokens. If a step brings several tokens of a request, its time is split among them.
-    request_seconds: from arrival to the end. batch_size: the requests that got something from a step.
+    request_seconds: from arrival to the end. batch_size: the requests that got something from a step; batch_adapters:
+    their different adapters.
     """
 
     requests: dict[str, int] = field(default_factory=dict)
@@ -100,10 +102,12 @@ class RequestStats:
     inter_token_seconds: Histogram = field(default_factory=Histogram)
     request_seconds: Histogram = field(default_factory=Histogram)
     batch_size: Histogram = field(default_factory=lambda: Histogram(_SEQUENCES))
+    batch_adapters: Histogram = field(default_factory=lambda: Histogram(_SEQUENCES))
 
 
 @dataclass(slots=True)
 class _Clock:
+    adapter: TaskId | None
     arrived: float
     last_token: float | None = None
 
@@ -115,9 +119,9 @@ class RequestTelemetry:
         self.stats = RequestStats()
         self._clocks: dict[str, _Clock] = {}
 
-    def begin(self, request_id: str) -> None:
+    def begin(self, request_id: str, adapter: TaskId | None = None) -> None:
         """Count a request that was accepted."""
-        self._clocks[request_id] = _Clock(time.monotonic())
+        self._clocks[request_id] = _Clock(adapter, time.monotonic())
 
     def refuse(self, code: str, num_requests: int) -> None:
         """Count requests that were not accepted."""
@@ -131,8 +135,9 @@ class RequestTelemetry:
     def record(self, outputs: Sequence[TokenOutput]) -> None:
         """Count the outputs of one step, or of an end outside of steps, for requests that have begun."""
         now = time.monotonic()
-        if num_with_tokens := sum(output.num_new_tokens > 0 for output in outputs):
-            self.stats.batch_size.observe(num_with_tokens)
+        if adapters := [self._clocks[output.request_id].adapter for output in outputs if output.num_new_tokens > 0]:
+            self.stats.batch_size.observe(len(adapters))
+            self.stats.batch_adapters.observe(len(set(adapters) - {None}))
         for output in outputs:
             self._note_tokens(output, now)
             if output.is_final:

@@ -197,6 +197,7 @@ HISTOGRAMS: Mapping[str, tuple[str, str]] = {
     "inter_token_seconds": ("inter_token_seconds", "Seconds between tokens of a request"),
     "request_seconds": ("request_seconds", "Seconds from a request's arrival to its end"),
     "batch_size": ("batch_size", "Requests that got tokens from a step"),
+    "batch_adapters": ("batch_adapters", "Different adapters of these requests"),
 }
 """The metrics by field of `RequestStats`: name and description."""
 

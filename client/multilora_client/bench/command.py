@@ -19,7 +19,15 @@ from multilora_client import doors
 from multilora_client.adapter import Adapter
 from multilora_client.bench.load import Load, Sample, make_ask, run_load
 from multilora_client.bench.plot import plot as draw
-from multilora_client.bench.report import Stage, describe_knee, different_answers, find_knee, render, write_csv
+from multilora_client.bench.report import (
+    Stage,
+    StepCounts,
+    describe_knee,
+    different_answers,
+    find_knee,
+    render,
+    write_csv,
+)
 from multilora_client.bench.workload import (
     Job,
     Popularity,
@@ -28,6 +36,7 @@ from multilora_client.bench.workload import (
     make_jobs,
     make_prompts,
     popularity_shares,
+    uploaded_adapters,
 )
 from multilora_client.client import DEFAULT_URL, AsyncClient
 from multilora_client.convert import load_adapter
@@ -51,8 +60,19 @@ NumAdapters = Annotated[
     int | None,
     typer.Option(min=1, help="Task ids to send the adapters under, in turn.", show_default="one for each --adapter"),
 ]
+Uploaded = Annotated[
+    bool,
+    typer.Option("--uploaded", help="Send no adapter: the server has --num-adapters of them from --first-task-id on."),
+]
 FirstTaskId = Annotated[int, typer.Option(min=0, help="The first of these task ids.")]
-PopularityOption = Annotated[Popularity, typer.Option("--popularity", help="How often each task id is asked.")]
+PopularityOption = Annotated[
+    Popularity | None,
+    typer.Option(
+        "--popularity",
+        help="How often each task id is asked; by turn, requests at once ask different ones.",
+        show_default="zipf, turn with --uploaded",
+    ),
+]
 ZipfS = Annotated[float, typer.Option(min=0.0, help="Of zipf: the k-th adapter is asked in proportion to 1 / k**s.")]
 Rates = Annotated[
     list[float] | None,
@@ -85,7 +105,8 @@ def bench(
     adapter: AdapterDirs = None,
     num_adapters: NumAdapters = None,
     first_task_id: FirstTaskId = 1_000_000,
-    popularity: PopularityOption = "zipf",
+    uploaded: Uploaded = False,
+    popularity: PopularityOption = None,
     zipf_s: ZipfS = 1.0,
     rate: Rates = None,
     concurrency: Concurrencies = None,
@@ -108,19 +129,21 @@ def bench(
     at which a request was due. Of several rates the knee is named: the highest one up to which every request is
     answered and 90 % of the first tokens come within 3 times their time at the lowest rate: begin with a light
     load. `--check` also fails when another adapter answers than the requested one; numbers that depend on the
-    batch (bfloat16, or a near tie) may differ without a fault.
+    batch (bfloat16, or a near tie) may differ without a fault. What a step held counts the requests of all clients.
 
     \b
     Examples:
       multilora bench --concurrency 1 --concurrency 8
       multilora bench --adapter adapters/pirate --adapter adapters/json --num-adapters 50 --rate 1 --rate 2 --rate 4
       multilora bench --adapter adapters/pirate --num-adapters 8 --check --csv requests.csv --plot bench.png
+      multilora bench --uploaded --num-adapters 64 --first-task-id 0 --concurrency 64 --num-requests 256
     """
     with one_line_errors():
         loads = _loads(rate or [], concurrency or [])
         if plot:
             _check_plot(plot)
-        targets = _targets(adapter or [], num_adapters, first_task_id)
+        targets = _targets(adapter or [], num_adapters, first_task_id, uploaded)
+        popularity = popularity or ("turn" if uploaded else "zipf")
         num_jobs = num_requests * len(loads)
         prompts = make_prompts(num_prompts or (_NUM_CHECK_PROMPTS if check else num_jobs), prompt_tokens, seed)
         jobs = make_jobs(targets, popularity_shares(popularity, len(targets), zipf_s), prompts, num_jobs, seed)
@@ -161,8 +184,12 @@ def _check_plot(path: Path) -> None:
         raise Unsupported("matplotlib is missing; install the extra: pip install './client[bench]' in a clone")
 
 
-def _targets(directories: Sequence[Path], num_adapters: int | None, first_task_id: int) -> list[Target]:
+def _targets(directories: Sequence[Path], num_adapters: int | None, first_task_id: int, uploaded: bool) -> list[Target]:
     """The targets, most popular first; the base model alone without adapters."""
+    if uploaded:
+        if directories or num_adapters is None:
+            raise InvalidRequest("--uploaded asks --num-adapters task ids that the server has, and sends no --adapter")
+        return uploaded_adapters(num_adapters, first_task_id)
     if not directories:
         if num_adapters is not None:
             raise InvalidRequest("--num-adapters is how many task ids share the adapters; name one with --adapter")
@@ -184,16 +211,25 @@ async def _run(
 ) -> list[Stage]:
     """Send the adapters, then one load after the other, each with its share of the jobs."""
     async with AsyncClient(url, door=door, tls=tls) as client:
-        await _upload(client, [target.adapter for target in targets if target.adapter])
+        await _upload(client, [target.adapter for target in targets if isinstance(target.adapter, Adapter)])
         ask = make_ask(client, output_tokens, timeout_s)
         size = len(jobs) // len(loads)
         stages = []
         for number, load in enumerate(loads):
             with _progress(str(load), size) as advance:
                 share = jobs[number * size : (number + 1) * size]
+                before = await _read_steps(client)
                 samples = await run_load(ask, share, load, seed, advance)
-            stages.append(Stage(load, samples))
+            stages.append(Stage(load, samples, (await _read_steps(client)).since(before)))
     return stages
+
+
+async def _read_steps(client: AsyncClient) -> StepCounts:
+    """Nothing where the server does not tell: an older one, or one whose key allows no such question."""
+    try:
+        return StepCounts.of(await client.adapter_stats())
+    except MultiloraClientError:
+        return StepCounts()
 
 
 async def _upload(client: AsyncClient, adapters: Sequence[Adapter]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.table import Table
@@ -32,11 +33,39 @@ CSV_COLUMNS = (
 
 
 @dataclass(frozen=True)
+class StepCounts:
+    """Sums over the server's steps that gave tokens, since it started: of their requests, and of the different adapters
+    of these. None are known of a server that does not tell."""
+
+    steps: int = 0
+    requests: float = 0.0
+    adapters: float = 0.0
+
+    @classmethod
+    def of(cls, stats: Mapping[str, Any]) -> StepCounts:
+        """stats: as of `AsyncClient.adapter_stats`."""
+        try:
+            size, adapters = (stats["load"]["requests"][name] for name in ("batch_size", "batch_adapters"))
+            return cls(sum(size["counts"]), float(size["total"]), float(adapters["total"]))
+        except (KeyError, TypeError):
+            return cls()
+
+    def since(self, earlier: StepCounts) -> StepCounts:
+        """The steps after `earlier`; none if the engine was started again meanwhile."""
+        if self.steps < earlier.steps:
+            return StepCounts()
+        return StepCounts(
+            self.steps - earlier.steps, self.requests - earlier.requests, self.adapters - earlier.adapters
+        )
+
+
+@dataclass(frozen=True)
 class Stage:
-    """One load and the results of its requests, at least one."""
+    """One load, the results of its requests, at least one, and the server's steps meanwhile."""
 
     load: Load
     samples: Sequence[Sample]
+    steps: StepCounts = StepCounts()
 
 
 @dataclass(frozen=True)
@@ -88,7 +117,7 @@ def summarise(samples: Sequence[Sample]) -> Summary:
     answered = [sample for sample in samples if sample.is_answered]
     return Summary(
         num_requests=len(samples),
-        num_adapters=len({sample.job.target for sample in samples if sample.job.target.adapter}),
+        num_adapters=len({sample.job.target.lora_task_id for sample in samples} - {None}),
         errors=Counter(sample.error for sample in samples if not sample.is_answered),
         seconds=max(sample.done_s for sample in samples) - min(sample.due_s for sample in samples),
         num_input_tokens=sum(sample.num_input_tokens for sample in answered),
@@ -148,7 +177,14 @@ def render(stages: Sequence[Stage]) -> Table:
     summaries = [summarise(stage.samples) for stage in stages]
     for label, describe in _LINES:
         table.add_row(label, *map(describe, summaries))
+    table.add_row("requests / adapters of a step", *(_of_a_step(stage.steps) for stage in stages))
     return table
+
+
+def _of_a_step(steps: StepCounts) -> str:
+    if not steps.steps:
+        return "-"
+    return f"{steps.requests / steps.steps:.1f} / {steps.adapters / steps.steps:.1f}"
 
 
 def write_csv(stages: Sequence[Stage], path: Path) -> None:
@@ -165,7 +201,7 @@ def _csv_row(stage: Stage, sample: Sample, start_s: float) -> list[object]:
     target = sample.job.target
     return [
         str(stage.load),
-        target.adapter.lora_task_id if target.adapter else "",
+        "" if target.lora_task_id is None else target.lora_task_id,
         target.content,
         f"{sample.due_s - start_s:.6f}",
         f"{sample.send_delay_s:.6f}",

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from multilora_client.adapter import Adapter
 
-Popularity = Literal["uniform", "zipf"]
+Popularity = Literal["uniform", "zipf", "turn"]
 
 _WORDS = (
     "the of and to in is you that it he was for on are as with his they at be this have from or one had by but not "
@@ -25,13 +25,18 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class Target:
-    """The adapter that a request asks, None for the base model.
+    """The adapter that a request asks, a task id for one that is there already, None for the base model.
 
     content: names the weights, which several task ids may share; "" is the base model.
     """
 
-    adapter: Adapter | None = None
+    adapter: Adapter | int | None = None
     content: str = ""
+
+    @property
+    def lora_task_id(self) -> int | None:
+        """None for the base model."""
+        return self.adapter.lora_task_id if isinstance(self.adapter, Adapter) else self.adapter
 
 
 @dataclass(frozen=True)
@@ -51,16 +56,29 @@ def clone_adapters(adapters: Sequence[tuple[str, Adapter]], num_adapters: int, f
     return targets
 
 
+def uploaded_adapters(num_adapters: int, first_task_id: int) -> list[Target]:
+    """`num_adapters` adapters that are there already, under these task ids."""
+    return [Target(task_id, f"task {task_id}") for task_id in range(first_task_id, first_task_id + num_adapters)]
+
+
 def make_jobs(
-    targets: Sequence[Target], shares: npt.NDArray[np.float64], prompts: Sequence[str], num_jobs: int, seed: int
+    targets: Sequence[Target], shares: npt.NDArray[np.float64] | None, prompts: Sequence[str], num_jobs: int, seed: int
 ) -> list[Job]:
-    """Jobs with targets drawn by their shares, and with the prompts in turn."""
-    chosen = np.random.default_rng(seed).choice(len(targets), num_jobs, p=shares)
+    """Jobs with targets drawn by their shares, or for None in turn, and with the prompts in turn."""
+    if shares is None:
+        chosen = np.arange(num_jobs) % len(targets)
+    else:
+        chosen = np.random.default_rng(seed).choice(len(targets), num_jobs, p=shares)
     return [Job(targets[which], prompts[number % len(prompts)]) for number, which in enumerate(chosen)]
 
 
-def popularity_shares(popularity: Popularity, num_adapters: int, zipf_s: float) -> npt.NDArray[np.float64]:
-    """Each adapter's share of the requests, most popular first, adding up to 1: equal, or proportional to 1 / k**s."""
+def popularity_shares(popularity: Popularity, num_adapters: int, zipf_s: float) -> npt.NDArray[np.float64] | None:
+    """Each adapter's share of the requests, most popular first, adding up to 1: equal, or proportional to 1 / k**s.
+
+    None for `turn`, by which no adapter is drawn.
+    """
+    if popularity == "turn":
+        return None
     exponent = zipf_s if popularity == "zipf" else 0.0
     weights = np.arange(1, num_adapters + 1, dtype=np.float64) ** -exponent
     shares: npt.NDArray[np.float64] = weights / weights.sum()

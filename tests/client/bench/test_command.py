@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,35 @@ def test_adapters_are_sent_under_all_task_ids_and_then_asked_by_id_alone(fake_tr
     assert not any("lora_weights" in inputs for _, inputs in asked)
     assert {inputs["max_tokens"].item() for _, inputs in asked} == {64}
     assert {len(inputs["text_input"][0].split()) for _, inputs in asked} == {128}
+
+
+def test_adapters_that_are_there_are_asked_in_turn_and_the_table_tells_what_steps_held(
+    fake_triton: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def report(triton: Any, _: Any) -> Any:
+        steps = len(triton.received)
+        counts = {"batch_size": (steps, 6 * steps), "batch_adapters": (steps, 5 * steps)}
+        requests = {name: {"counts": [steps, 0], "total": total} for name, (steps, total) in counts.items()}
+        return answer({"load": {"requests": requests}})
+
+    answer = fake_triton._report
+    fake_triton.report = {"load": {}}
+    monkeypatch.setattr(type(fake_triton), "_report", report)
+    fake_triton.adapters.update(range(40, 46))
+    arguments = ["--uploaded", "--num-adapters", 6, "--first-task-id", 40, "--num-requests", 12, "--concurrency", 1]
+    result = run(fake_triton, *arguments)
+    assert result.exit_code == 0, result.output
+    asked = [inputs for model, inputs in fake_triton.received if model != "adapters"]
+    assert [int(inputs["lora_task_id"].item()) for inputs in asked] == 2 * list(range(40, 46))
+    assert not any("lora_config" in inputs or "lora_weights" in inputs for inputs in asked)
+    assert re.search(r"adapters of a step\W+6.0 / 5.0\W", result.stdout)
+
+
+def test_an_adapter_that_is_not_there_is_told_and_nothing_is_sent(fake_triton: Any) -> None:
+    result = run(fake_triton, "--uploaded", "--num-adapters", 1, "--num-requests", 2)
+    assert result.exit_code == 1
+    assert "[NOT_FOUND] none of 2 requests was answered" in result.stderr
+    assert fake_triton.adapters == set()
 
 
 def test_a_sweep_of_rates_names_the_knee_and_leaves_files(fake_triton: Any, tmp_path: Path) -> None:
@@ -108,6 +138,8 @@ def test_some_requests_that_are_not_answered_are_explained_and_no_number_is_nan(
         (["--rate", "inf"], "--rate must be a number above 0, not inf"),
         (["--plot", "bench.doc"], "must end with one of .png, .svg, .pdf"),
         (["--num-adapters", "2"], "name one with --adapter"),
+        (["--uploaded"], "--uploaded asks --num-adapters"),
+        (["--uploaded", "--num-adapters", "2", "--adapter", "a"], "sends no --adapter"),
     ],
 )
 def test_contradictions_are_refused(fake_triton: Any, arguments: list[str], message: str) -> None:

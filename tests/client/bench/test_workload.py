@@ -15,6 +15,7 @@ from multilora_client.bench.workload import (
     make_prompts,
     poisson_arrivals,
     popularity_shares,
+    uploaded_adapters,
 )
 
 
@@ -60,6 +61,15 @@ def test_jobs_ask_targets_by_their_shares_and_prompts_in_turn() -> None:
     for rank, name in enumerate("abc", start=1):
         share = 1 / rank / (1 + 1 / 2 + 1 / 3)
         assert abs(counts[name] - 6000 * share) < 3 * np.sqrt(6000 * share * (1 - share))
+
+
+def test_adapters_that_are_there_are_asked_in_turn_so_that_as_many_at_once_are_all_different() -> None:
+    targets = uploaded_adapters(5, first_task_id=70)
+    jobs = make_jobs(targets, popularity_shares("turn", 5, 1.0), ["x"], 23, seed=0)
+    asked = [job.target.lora_task_id for job in jobs]
+    assert all(len(set(asked[start : start + 5])) == 5 for start in range(19))
+    assert set(asked) == set(range(70, 75))
+    assert len({target.content for target in targets}) == 5
 
 
 def test_prompts_differ_from_their_first_words_on() -> None:

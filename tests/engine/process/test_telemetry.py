@@ -5,6 +5,7 @@ from random import Random
 import pytest
 
 from multilora_engine.histogram import Histogram
+from multilora_engine.lora.names import TenantTaskId
 from multilora_engine.process import telemetry
 from multilora_engine.process.telemetry import AdapterUsage, RequestTelemetry, Usage
 from multilora_engine.request import BeamOutput, FinishReason, PerfMetrics, TokenOutput
@@ -68,14 +69,16 @@ def test_tokens_of_beams_count_and_leave_when_the_search_ends(clock: Clock) -> N
     assert stats.batch_size.total == 1
 
 
-def test_the_batch_is_who_got_tokens(clock: Clock) -> None:
+def test_the_batch_is_who_got_tokens_and_their_different_adapters(clock: Clock) -> None:
     requests = RequestTelemetry()
-    for request_id in "abc":
-        requests.begin(request_id)
+    for request_id, adapter in {"a": 7, "b": 7, "c": 8, "d": None, "e": TenantTaskId("x", 7)}.items():
+        requests.begin(request_id, adapter)
     requests.record([output("a", 1), output("b", 1), output("c", 0, "cancelled")])
     requests.record([])
-    assert requests.stats.batch_size.total == 2
-    assert sum(requests.stats.batch_size.counts) == 1
+    requests.record([output("d", 1)])
+    requests.record([output("a", 1), output("d", 1), output("e", 2)])
+    assert (requests.stats.batch_size.total, requests.stats.batch_adapters.total) == (6, 3)
+    assert sum(requests.stats.batch_size.counts) == sum(requests.stats.batch_adapters.counts) == 3
 
 
 def test_every_end_is_counted_once(clock: Clock) -> None:
