@@ -54,9 +54,11 @@ EXPECTED_ERRORS = frozenset({"NOT_FOUND", "UNAVAILABLE", "CANCELLED"})
 """The codes for an adapter that is not cached, no room, and a request that its client has cancelled."""
 
 ANSWER_TIMEOUT_S = 120.0
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 300.0
+"""An engine on a GPU compiles its kernels first."""
+
 _MAX_PROMPT_TOKENS = 48
-_BLOCK_SIZE = 16
+_BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 _BLOCKS_PER_CLIENT = 2
 """Half of the blocks of the longest requests, so that some are preempted and compute their prompts twice."""
 
@@ -168,7 +170,7 @@ class Versions:
 class Options:
     """One run. device_adapters, host_adapters: the number that fits each tier. has_disk: whether the others are on
     disk. is_spanning: whether the model's MLP is so wide that pieces of its adapters span pages. num_experts: in place
-    of the MLP; 0 for none.
+    of the MLP; 0 for none. device: of the engine, "cpu" or "cuda".
     """
 
     num_turns: int
@@ -180,6 +182,7 @@ class Options:
     seed: int = 0
     is_spanning: bool = False
     num_experts: int = 0
+    device: str = "cpu"
 
     @property
     def intermediate_size(self) -> int:
@@ -351,11 +354,12 @@ def engine(parameters: Mapping[str, str], counts_file: Path) -> Iterator[EngineC
 def engine_parameters(directory: Path, layout: AdapterLayout, options: Options) -> dict[str, str]:
     """Tiers that hold as many adapters as `options` says, and a KV cache that is a little too small."""
     samples = [packed_adapter(number, 0, layout).pages.nbytes for number in range(64)]
-    kv_block_bytes = _BLOCK_SIZE * 2 * NUM_LAYERS * HIDDEN_SIZE * 4
+    kv_block_bytes = _BLOCK_SIZES[options.device] * 2 * NUM_LAYERS * HIDDEN_SIZE * 4
     disk = {"lora_cache_dir": str(directory / "cache")} if options.has_disk else {}
     return {
         "model_path": str(directory / "model"),
-        "device": "cpu",
+        "device": options.device,
+        "dtype": "float32",
         "num_threads": "1",
         "max_num_seqs": str(options.num_clients),
         "kv_cache_memory_bytes": str(options.num_clients * _BLOCKS_PER_CLIENT * kv_block_bytes),

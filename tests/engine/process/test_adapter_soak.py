@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from support.adapter_soak import Call, Options, Soak, Tally, Versions, soak
 
 from checkpoints.telling_adapters import MAX_RANK, answer, save_checkpoint
@@ -37,6 +38,19 @@ def test_every_answer_is_of_the_right_adapter_and_version(has_disk: bool, is_spa
         assert 0 < c.loras.device.bytes_used <= c.loras.host.bytes_used
         assert c.loras.host.bytes_used > 0.5 * c.loras.host.bytes_total
         assert (c.loras.disk.bytes_used > 0) is has_disk
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_every_answer_of_a_gpu_is_of_the_right_adapter_and_version(has_disk: bool) -> None:
+    options = Options(4000, 200, 64, device_adapters=16, host_adapters=60, has_disk=has_disk, device="cuda")
+    tally, counts = soak(options, ["zipf", "uniform"])
+    assert tally.wrong == []
+    assert tally.counts["right"] > 3200
+    assert set(tally.errors) <= {"NOT_FOUND", "CANCELLED"}
+    assert sum(c.loras.waits for c in counts) > 50
+    assert sum(c.loras.replacements for c in counts) > 0
 
 
 @pytest.mark.parametrize("num_adapters", [40, pytest.param(200, marks=_ALL)])
