@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from benchmarks.lora_workloads import (
-    BLOCK_SIZE,
     EIGHT_BILLION,
     OLMOE,
     ONE_BILLION,
@@ -27,11 +26,9 @@ from benchmarks.machine_limits import Limits, void
 from gpu.machine import Machine, Row
 from multilora_kernels import (
     CodeType,
-    PagedSequences,
     QuantizedWeight,
     SamplingRule,
     quantized_linear,
-    rotary_attention,
     sample_tokens,
 )
 from multilora_kernels.cuda import lora_expand, lora_shrink
@@ -64,11 +61,6 @@ def measure_kernels(machine: Machine) -> Iterator[Row]:
     limits = machine.limits()
     for workload in _workloads(machine):
         yield from _measure_workload(machine, workload, limits)
-    for rows, context in [(2, 9)] if machine.is_dry else [(1, 1024), (64, 1024), (256, 1024), (8, 32768)]:
-        step, num_bytes = _attention(machine, rows, context)
-        seconds = machine.measure({"attention": step})["attention"]
-        share = limits.seconds(num_bytes, 0) / seconds
-        yield Row(f"decode attention, 8B heads, {rows} of {context} keys", seconds * 1e6, "us", share)
 
 
 def measure_quantized(machine: Machine) -> Iterator[Row]:
@@ -149,22 +141,6 @@ def _measure_workload(machine: Machine, workload: Workload, limits: Limits) -> I
     for name, taken in seconds.items():
         share = shares[name] / taken if name in shares else None
         yield Row(f"{workload.name}: {name}", taken * 1e6, "us", share, note)
-
-
-def _attention(machine: Machine, rows: int, context: int) -> tuple[Step, int]:
-    """Decode attention with the heads of 8B, and the bytes of its keys and values."""
-    num_heads, num_kv_heads, head_dim = (4, 2, 16) if machine.is_dry else (32, 8, 128)
-    device, num_blocks = machine.device, -(-context // BLOCK_SIZE)
-    qkv = torch.randn(rows, (num_heads + 2 * num_kv_heads) * head_dim, device=device).to(machine.dtype)
-    none = qkv.new_empty(rows, 1, 0)
-    shape = (rows * num_blocks * BLOCK_SIZE, num_kv_heads, head_dim)
-    keys, values = (torch.randn(shape, device=device).to(machine.dtype) for _ in range(2))
-    tables = torch.randperm(rows * num_blocks, device=device).view(rows, num_blocks)
-    slots = tables[:, (context - 1) // BLOCK_SIZE] * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
-    contexts = torch.full((rows,), context, device=device)
-    sequences = PagedSequences(tables, torch.arange(rows + 1, device=device), contexts, rows, BLOCK_SIZE)
-    num_bytes = 2 * rows * context * num_kv_heads * head_dim * machine.dtype.itemsize
-    return lambda: void(rotary_attention(qkv, none, none, keys, values, slots, sequences)), num_bytes
 
 
 def measure_sampling(machine: Machine) -> Iterator[Row]:

@@ -11,6 +11,7 @@ import torch
 from benchmarks.machine_limits import Clock
 from gpu.machine import Machine, Row
 from gpu.model_steps import EIGHT_BILLION, ONE_BILLION, RANK, Sizes, Storage, Workbench, llama_config
+from gpu.step_kernels import kernels_of_a_step
 from multilora_engine.lora.page_copies import copies_to
 from multilora_engine.models.model_config import ModelConfig
 from multilora_kernels import CodeType
@@ -20,6 +21,9 @@ _W4A16 = Storage(torch.bfloat16, torch.int8, CodeType.INT4)
 
 _DRY_MODEL = llama_config(1, hidden=32, num_heads=2, num_kv_heads=1, ffn=48, vocab_size=300)
 """The interpreter takes most of a second for a layer."""
+
+_CODED_BATCHES = (64, 128)
+"""Sequences of the steps whose kernels are measured with adapters in codes, too."""
 
 _SHARE_OF_MEMORY = 0.85
 _PAGE_BYTES = 4 << 20
@@ -41,6 +45,20 @@ def measure_steps(config: ModelConfig, storage: Storage, most_rows: int, machine
             share = limits.seconds(*bench.decode_work(batch, adapters)) / seconds
             note = f"{batch / seconds:,.0f} tokens/s; {seconds / base - 1:+.0%} to the base; eager {eager * 1e3:.2f} ms"
             yield Row(f"{batch} rows, {adapters} adapters", seconds * 1e3, "ms", share, note)
+
+
+def measure_kernels_of_steps(machine: Machine) -> Iterator[Row]:
+    """Steps of an 8B without adapters, and with as many as sequences or memory allow; some with adapters in codes."""
+    limits = machine.limits()
+    bench = _workbench(EIGHT_BILLION, machine, context=1024, prompt=1024, most_rows=256)
+    # Those of the goal first.
+    batches = sorted(bench.sizes.batches, key=lambda batch: abs(batch - 64))
+    for batch in batches:
+        for num_adapters in (0, max(bench.sizes.adapters(batch))):
+            yield from kernels_of_a_step(bench, batch, num_adapters, machine, limits)
+    bench.set_adapters(torch.int8)
+    for batch in batches[:1] if machine.is_dry else [batch for batch in batches if batch in _CODED_BATCHES]:
+        yield from kernels_of_a_step(bench, batch, max(bench.sizes.adapters(batch)), machine, limits)
 
 
 def _workbench(
@@ -111,6 +129,7 @@ def measure_overlap(machine: Machine) -> Iterator[Row]:
 
 
 PARTS: dict[str, Callable[[Machine], Iterator[Row]]] = {
+    "kernels_of_a_step": measure_kernels_of_steps,
     "steps_8b": functools.partial(measure_steps, EIGHT_BILLION, _BFLOAT16, 256),
     "steps_w4a16": functools.partial(measure_steps, EIGHT_BILLION, _W4A16, 128),
     "steps_1b": functools.partial(measure_steps, ONE_BILLION, _BFLOAT16, 256),

@@ -189,9 +189,15 @@ class Workbench:
 
         return step
 
+    def set_adapters(self, dtype: torch.dtype) -> None:
+        """Adapters of this dtype in the place of those that steps had so far."""
+        num_adapters = len(self.tables.rank)
+        del self.tables
+        self.tables = random_tables(self.config, num_adapters, dtype, self.device)
+
     def decode_work(self, batch: int, num_adapters: int) -> tuple[float, float]:
         """Bytes and flops of a decode step."""
-        head = self._num_head_weights * self._itemsize
+        head = self._num_head_weights * self.itemsize
         keys_and_values = self._cache.num_bytes / self._num_slots * batch * self.sizes.context
         adapters = num_adapters * self.tables.arena.nbytes / len(self.tables.rank)
         flops = 2.0 * (self.num_layer_weights + self._num_head_weights) * batch
@@ -203,7 +209,7 @@ class Workbench:
         codes = self.model.weight_bytes.keys() - {str(self._cache.keys.dtype).removeprefix("torch.")}
         if codes:
             return sum(self.model.weight_bytes[kind] for kind in codes)
-        return self.num_layer_weights * self._itemsize
+        return self.num_layer_weights * self.itemsize
 
     @property
     def num_layer_weights(self) -> int:
@@ -211,7 +217,8 @@ class Workbench:
         return sum(outputs * inputs for inputs, outputs in linears(self.config)) * self.config.num_layers
 
     @property
-    def _itemsize(self) -> int:
+    def itemsize(self) -> int:
+        """Bytes of an activation, of a key and of a value."""
         return self._cache.keys.itemsize
 
     @property

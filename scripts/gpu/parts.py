@@ -27,6 +27,7 @@ import triton
 
 from benchmarks.lora_workloads import BLOCK_SIZE, EIGHT_BILLION, VOCAB_SIZE, Step
 from benchmarks.machine_limits import void
+from gpu.attention_parts import measure_attention
 from gpu.kernel_parts import CODE_TYPES, measure_experts, measure_kernels, measure_quantized, measure_sampling
 from gpu.machine import Machine, Row
 from gpu.report import ERROR_UNIT
@@ -192,6 +193,7 @@ PARTS: dict[str, Callable[[Machine], Iterator[Row]]] = {
     "small_self_test": small_self_test,
     "limits": measure_limits,
     "kernels": measure_kernels,
+    "attention": measure_attention,
     "sampling": measure_sampling,
     "quantized": measure_quantized,
     "experts": measure_experts,

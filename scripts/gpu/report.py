@@ -31,7 +31,9 @@ PARTS = {
     "quantized": 40,
     "experts": 60,
     "sampling": 40,
-    "kernels": 80,
+    "kernels": 60,
+    "attention": 40,
+    "kernels_of_a_step": 75,
     "self_test": 80,
     "steps_8b": 110,
     "steps_w4a16": 60,
@@ -57,7 +59,7 @@ TOTAL_SECONDS = 530
 DRY_PATIENCE = 4
 """A part of a dry run may take so many times as long: the machine may be busy with other work."""
 
-WITH_ENGINE = ("steps_8b", "steps_w4a16", "overlap", "prefill", "steps_1b", "tests")
+WITH_ENGINE = ("kernels_of_a_step", "steps_8b", "steps_w4a16", "overlap", "prefill", "steps_1b", "tests")
 WITH_CPU_KERNELS = ("self_test", *WITH_ENGINE, "sanitizer")
 """Parts that compute angles of rotations, or more, on the CPU: each waits until its kernels are compiled."""
 
