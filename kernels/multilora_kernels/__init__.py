@@ -45,6 +45,7 @@ reference, penalties_reference             every operator in plain PyTorch
 self_test, comparisons                     the GPU operators compared with the reference, at start
 """
 
+from multilora_kernels.adapter_order import has_own_order, order_codes
 from multilora_kernels.apply import lora_apply, updated
 from multilora_kernels.attention import (
     AttentionOptions,
@@ -130,6 +131,7 @@ __all__ = [
     "gelu",
     "gelu_tanh",
     "gelu_tanh_mul",
+    "has_own_order",
     "kv_head_dim",
     "kv_row_size",
     "load_cpu_kernels",
@@ -141,6 +143,7 @@ __all__ = [
     "lora_segments",
     "lora_shrink",
     "most_probable",
+    "order_codes",
     "packed_embedding",
     "packed_linear",
     "paged_attention",

@@ -12,6 +12,7 @@ import torch
 
 from multilora_kernels import penalties_reference, reference, sampling_reference, step_inputs_reference
 from multilora_kernels.adapter_codes import CODE_BITS
+from multilora_kernels.adapter_order import has_own_order, order_codes
 from multilora_kernels.adapter_quantization import reference_a, reference_b
 from multilora_kernels.apply import lora_apply
 from multilora_kernels.attention import AttentionOptions, PagedSequences, paged_attention, rotary_attention
@@ -408,13 +409,19 @@ def _compare_experts(
     tables = _adapters(_ranks(shapes), columns, shapes.lora_dtype, generator, has_magnitudes=False)
     tables.rank[:, ::3] = 0
     mapping = torch.randint(-1, len(tables.rank), (num_rows,), device=device, generator=generator)
-    lora = ExpertLoRA(tables, mapping, 0, num_experts, 2 * num_experts)
+    of_columns = (mapping, 0, num_experts, 2 * num_experts)
     logits = random(num_rows, num_experts, dtype=torch.float32)
     expert_ids, weights = reference.route(logits, min(experts.top_k, num_experts), True)
     x = random(num_rows, hidden, dtype=shapes.dtype)
     actual, expected = (
-        compute(rows, expert_ids, weights, gate_up, down, gate_up_bias, down_bias, experts.clamp_limit, lora)
-        for compute, rows in ((expert_mlp, x), (reference.expert_mlp, x.double()))
+        compute(
+            *(rows, expert_ids, weights, gate_up, down, gate_up_bias, down_bias, experts.clamp_limit),
+            ExpertLoRA(adapters, *of_columns),
+        )
+        for compute, rows, adapters in (
+            (expert_mlp, x, _placed(tables, columns)),
+            (reference.expert_mlp, x.double(), tables),
+        )
     )
     # Gates, ups and activations have the type of x between two products.
     return actual, expected, 2 * TOLERANCES[shapes.dtype]
@@ -612,6 +619,7 @@ class _LoRABatch:
         self.slice_sizes, self.dtype = slice_sizes, shapes.dtype
         linears = [(in_features, size) for size in slice_sizes]
         self.tables = _adapters(ranks, linears, shapes.lora_dtype, generator)
+        self.placed = _placed(self.tables, linears)
         mapping = torch.randint(-1, len(ranks), (num_rows,), device=device, generator=generator)
         self.segments = _segments(mapping, len(ranks), chunk_size)
         rank_of_token = torch.tensor(ranks, device=device)[mapping.clamp(min=0)]
@@ -629,29 +637,29 @@ class _LoRABatch:
 
 def _compare_shrink(make: Callable[[torch.Generator], _LoRABatch], generator: torch.Generator) -> Results:
     batch = make(generator)
-    arguments = (batch.tables, 0, len(batch.slice_sizes), batch.segments)
-    actual = lora_shrink(batch.x, *arguments).double().sum(0)
-    expected = reference.lora_shrink(batch.x.double(), *arguments)[0]
+    arguments = (0, len(batch.slice_sizes), batch.segments)
+    actual = lora_shrink(batch.x, batch.placed, *arguments).double().sum(0)
+    expected = reference.lora_shrink(batch.x.double(), batch.tables, *arguments)[0]
     # Products and sums are float32 for inputs of all types.
     return batch.defined(actual), batch.defined(expected), TOLERANCES[torch.float32]
 
 
 def _compare_expand(make: Callable[[torch.Generator], _LoRABatch], generator: torch.Generator) -> Results:
     batch = make(generator)
-    arguments = (batch.tables, 0, batch.slice_sizes, batch.segments)
+    arguments = (0, batch.slice_sizes, batch.segments)
     actual, expected = batch.y.clone(), batch.y.double()
-    lora_expand(batch.v, actual, *arguments)
-    reference.lora_expand(batch.v.double(), expected, *arguments)
+    lora_expand(batch.v, actual, batch.placed, *arguments)
+    reference.lora_expand(batch.v.double(), expected, batch.tables, *arguments)
     return actual, expected, TOLERANCES[batch.dtype]
 
 
 def _compare_apply(make: Callable[[torch.Generator], _LoRABatch], generator: torch.Generator) -> Results:
     batch = make(generator)
-    arguments = (batch.tables, 0, batch.slice_sizes, batch.segments)
+    arguments = (0, batch.slice_sizes, batch.segments)
     actual, expected = batch.y.clone(), batch.y.double()
-    lora_apply(batch.x, actual, *arguments)
+    lora_apply(batch.x, actual, batch.placed, *arguments)
     v = reference.lora_shrink(batch.x.double(), batch.tables, 0, len(batch.slice_sizes), batch.segments)
-    reference.lora_expand(v, expected, *arguments)
+    reference.lora_expand(v, expected, batch.tables, *arguments)
     return actual, expected, TOLERANCES[batch.dtype]
 
 
@@ -690,6 +698,17 @@ def _adapters(
     arena = torch.cat(pieces).view(dtype)
     a_offset, b_offset, magnitude_offset = offsets.to(arena.device)
     return LoRATables(arena, rank_table.to(arena.device), a_offset, b_offset, magnitude_offset, max_rank=max(ranks))
+
+
+def _placed(tables: LoRATables, columns: Sequence[tuple[int, int]]) -> LoRATables:
+    """The adapters as they lie on the device that computes. columns: inputs and outputs of each."""
+    if not has_own_order(tables.arena):
+        return tables
+    placed, has_matrices = tables._replace(arena=tables.arena.clone()), tables.rank > 0
+    sizes = torch.tensor([size for _, size in columns], device=tables.arena.device).expand(tables.rank.shape)
+    ranks, offsets, sizes = (each[has_matrices].long() for each in (tables.rank, tables.b_offset, sizes))
+    order_codes(placed.arena, ranks, offsets, sizes, tables.max_rank)
+    return placed
 
 
 def _random(*shape: int, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
 import torch
+from support.lora_cases import Case
+from support.synthetic_batches import reference_order
 
 from multilora_kernels import (
     AttentionOptions,
@@ -25,6 +27,7 @@ from multilora_kernels import (
     rotary_attention,
     silu_mul,
 )
+from multilora_kernels.adapter_codes import CODE_BITS
 from multilora_kernels.cpu.build import load_library
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -41,7 +44,10 @@ collect_ignore = [
 
 @dataclass(frozen=True)
 class Implementation:
+    """has_order: whether its operators take codes in the order of a GPU."""
+
     device: str
+    has_order: bool
     lora_shrink: Callable[..., torch.Tensor]
     lora_expand: Callable[..., None]
     paged_attention: Callable[..., torch.Tensor]
@@ -53,6 +59,13 @@ class Implementation:
     gelu_tanh_mul: Callable[..., torch.Tensor] = gelu_tanh_mul
     gelu_tanh: Callable[..., torch.Tensor] = gelu_tanh
     gelu: Callable[..., torch.Tensor] = gelu
+
+    def place(self, case: Case) -> Case:
+        """A case as the operators take it."""
+        placed = case.to(self.device)
+        if not self.has_order or placed.tables.arena.dtype not in CODE_BITS:
+            return placed
+        return replace(placed, tables=reference_order(placed.tables, torch.tensor(case.shape.slice_sizes)))
 
 
 def _paged_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *fields: Any) -> torch.Tensor:
@@ -76,10 +89,11 @@ def implementation(request: pytest.FixtureRequest) -> Implementation:
     if request.param == "interpreter":
         from multilora_kernels import cuda
 
-        names = {field.name for field in fields(Implementation)[1:]}
-        return Implementation("cpu", **{name: getattr(cuda, name) for name in names})
+        names = {field.name for field in fields(Implementation)[2:]}
+        return Implementation("cpu", True, **{name: getattr(cuda, name) for name in names})
     return Implementation(
         request.param,
+        request.param == "cuda",
         lora_shrink,
         lora_expand,
         _paged_attention,

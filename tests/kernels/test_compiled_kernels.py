@@ -24,6 +24,7 @@ from support.compiled_kernels import (
     gelu_resources,
     gelu_tanh_mul_resources,
     multiply_codes_resources,
+    order_resources,
     pair_rows_resources,
     penalise_resources,
     prompt_resources,
@@ -36,10 +37,11 @@ from support.compiled_kernels import (
 )
 
 from benchmarks.lora_workloads import LinearShape
+from multilora_kernels import adapter_codes
 from multilora_kernels.cuda import block_sizes
 from multilora_kernels.cuda.decode_attention import decode_kernel
 from multilora_kernels.cuda.expand import expand_kernel
-from multilora_kernels.cuda.expand_rows import expand_rows_kernel
+from multilora_kernels.cuda.expand_rows import expand_rows_constants, expand_rows_kernel
 from multilora_kernels.cuda.experts import expert_codes_kernel, expert_floats_kernel, pair_rows_kernel
 from multilora_kernels.cuda.penalties import forbid_kernel, penalise_kernel
 from multilora_kernels.cuda.prompt_attention import prompt_kernel
@@ -47,11 +49,13 @@ from multilora_kernels.cuda.quantized import MAX_ROWS, ROW_BOUNDS, multiply_code
 from multilora_kernels.cuda.segments import segment_kernel
 from multilora_kernels.cuda.shrink import shrink_kernel
 from multilora_kernels.cuda.shrink_rows import shrink_rows_kernel
+from multilora_kernels.parts import PART_SIZE
 from multilora_kernels.segments import ROWS
 from multilora_wire.pieces import CODE_BITS
 
 _QKV = LinearShape(4096, (4096, 1024, 1024))
 _O = LinearShape(4096, (4096,))
+_GATE_UP = LinearShape(4096, (14336, 14336))
 _DOWN = LinearShape(14336, (4096,))
 
 _SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -87,6 +91,53 @@ def test_codes_of_fp8_compile_for_a_chip_that_has_no_such_type():
         expand_resources(_QKV, ROWS, 64, "fp16", 80, "fp8"),
     ):
         _check(used, 80)
+
+
+def _launches(rows: int, shape: LinearShape, codes: str = "") -> dict[str, tuple[int, int, Resources]]:
+    """Programs, bytes of the adapters that all read, and resources of the launches of a step of adapters of rank 16."""
+    shrink, expand = (x(shape, ROWS, 16, "bf16", 90, codes) for x in (shrink_resources, expand_resources))
+    splits = block_sizes.block_sizes("shrink", ROWS, 16, 90, shape.in_features, rows)["RANK_SPLITS"]
+    sizes = block_sizes.block_sizes("expand", ROWS, 16, 90, shape.out_features, rows)
+    bits = CODE_BITS.get(codes, 0)
+    block = expand_rows_constants(1, shape.slice_sizes, False, sizes, bits)["BLOCK_N"]
+    a_bytes, b_bytes = 2 * 16 * shape.in_features, 2 * 16 * shape.out_features
+    if bits:
+        a_bytes = adapter_codes.a_bytes(16, shape.in_features, bits)
+        b_bytes = sum(adapter_codes.b_bytes(size, 16, bits) for size in shape.slice_sizes)
+    parts = -(-shape.in_features // PART_SIZE)
+    return {
+        "shrink": (rows * parts * splits * shape.num_slices, rows * shape.num_slices * a_bytes, shrink),
+        "expand": (rows * sum(-(-size // block) for size in shape.slice_sizes), rows * b_bytes, expand),
+    }
+
+
+@pytest.mark.parametrize("codes", ["", "int8"])
+@pytest.mark.parametrize("rows", [1, 64, 128])
+def test_steps_of_decodes_read_adapters_in_few_waves_of_many_bytes(rows, codes):
+    """By H200s a wave of programs takes 1.9 us, however little they read, and a second brings 4.35 TB."""
+    us_of_a_wave, bytes_of_a_us, processors = 1.9, 4.35e6, 132
+    for shape in (_QKV, _O, _GATE_UP, _DOWN):
+        for name, (programs, num_bytes, used) in _launches(rows, shape, codes).items():
+            at_once = processors * used.programs_at_once
+            waves, least_us = -(-programs // at_once), num_bytes / bytes_of_a_us
+            assert waves * us_of_a_wave <= 1.2 * least_us + us_of_a_wave, (name, shape, programs, at_once)
+            # What a processor asks for at a time, where there is enough for all of them.
+            share = min(num_bytes / processors, used.programs_at_once * num_bytes / programs)
+            assert share >= min(num_bytes / processors, 32 << 10), (name, shape)
+
+
+@pytest.mark.parametrize("codes", ["", *CODE_BITS])
+def test_rows_load_a_and_b_sixteen_bytes_at_a_time(codes):
+    """Of a program, which has some thousand bytes of an adapter, most."""
+    for name, (programs, num_bytes, used) in _launches(64, _O, codes).items():
+        loads_of_a_thread = num_bytes / programs / (used.num_warps * 32) / 16
+        assert used.wide_loads >= 0.75 * loads_of_a_thread, (name, used)
+
+
+@pytest.mark.parametrize("codes", CODE_BITS)
+def test_the_order_of_codes_compiles_without_spills(codes):
+    for max_rank, capability in ((16, 80), (256, 90)):
+        _check(order_resources(codes, max_rank, capability), capability)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

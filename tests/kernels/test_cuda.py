@@ -7,6 +7,7 @@ import torch
 from support import attention_cases
 from support.attention_cases import OPTIONS, SHAPES
 from support.lora_cases import CODES, FUSED, ODD, TOLERANCES, Case, make_case
+from support.synthetic_batches import reference_order
 
 from benchmarks.lora_workloads import LinearShape
 from multilora_kernels import cuda, load_rows, lora_segments, parts, reference, step_inputs_reference
@@ -19,7 +20,7 @@ _LONG = LinearShape(in_features=2500, slice_sizes=(40, 24))
 
 
 def _run(implementation, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    on_device = case.to(implementation.device)
+    on_device = implementation.place(case)
     v = implementation.lora_shrink(on_device.x, on_device.tables, 0, case.shape.num_slices, on_device.segments)
     y = on_device.y.clone()
     implementation.lora_expand(v, y, on_device.tables, 0, case.shape.slice_sizes, on_device.segments)
@@ -203,6 +204,19 @@ def test_rows_by_themselves_are_those_of_the_reference(implementation, shape, lo
     torch.testing.assert_close(v.sum(0).cpu()[defined].double(), expected_v[0][defined], rtol=rtol, atol=atol)
     rtol, atol = TOLERANCES[dtype]
     torch.testing.assert_close(y.double(), case.expected_y(expected_v), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("lora_dtype", CODES)
+def test_adapters_come_to_the_order_of_a_gpu_in_place_and_nothing_else_changes(implementation, lora_dtype):
+    case = make_case("distinct", 9, ODD, (1, 3, 8, 0, 17, 64, 16, 33), lora_dtype, magnitudes=True, base_share=0)
+    sizes = torch.tensor(ODD.slice_sizes)
+    tables, has = case.tables, case.tables.rank > 0
+    arena = tables.arena.clone().to(implementation.device)
+    where = (tables.rank[has], tables.b_offset[has], sizes.expand(tables.rank.shape)[has])
+    cuda.order_codes(arena, *(x.long().to(implementation.device) for x in where), tables.max_rank)
+    expected = reference_order(tables, sizes).arena
+    assert torch.equal(arena.cpu().view(torch.uint8), expected.view(torch.uint8))
+    assert not torch.equal(expected.view(torch.uint8), tables.arena.view(torch.uint8))
 
 
 @pytest.mark.parametrize("lora_dtype", [torch.bfloat16, *CODES])

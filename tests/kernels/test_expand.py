@@ -20,7 +20,7 @@ def _v(case: Case) -> torch.Tensor:
 
 
 def _expand(implementation, case: Case, v: torch.Tensor) -> torch.Tensor:
-    on_device = case.to(implementation.device)
+    on_device = implementation.place(case)
     y = on_device.y.clone()
     implementation.lora_expand(
         v.to(implementation.device), y, on_device.tables, 0, case.shape.slice_sizes, on_device.segments
@@ -86,7 +86,7 @@ def test_the_output_may_be_columns_of_a_wider_tensor(implementation):
     case = make_case("zipf", 10)
     wide = torch.full((10, case.y.shape[1] + 13), 3.0, device=implementation.device)
     wide[:, : case.y.shape[1]] = case.y.to(implementation.device)
-    on_device, v = case.to(implementation.device), _v(case)
+    on_device, v = implementation.place(case), _v(case)
     implementation.lora_expand(
         v.to(implementation.device),
         wide[:, : case.y.shape[1]],

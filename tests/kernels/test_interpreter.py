@@ -31,7 +31,9 @@ _SHORT = f"""({_ALL}) and not longest and not skewed and not past_the_dispatcher
      and not (every_dtype and prefill and not dtype1)
      and not (segments_in_one_launch and (300 or 515))
      and not (int8_rows and (default or llama or long or dtype1 or prefill))
-     and not (launch_is_that_of_two and long and (dtype1 or dtype2 or dtype3))
+     and not (rows_by_themselves and not (shape1- or shape6 or shape9 or shape11))
+     and not (alone_and_among_128 and (dtype1 or dtype2))
+     and not (order_of_a_gpu and dtype1)
      and not (part_is_turned and prefill and not (6 and True) and not (2 and False))"""
 
 

@@ -41,7 +41,8 @@ ROOM = 0.3
 @pytest.mark.parametrize("stored", STORED)
 def test_right_operators_pass(stored):
     checked = list(checked_operators(dataclasses.replace(SHAPES, **stored), DEVICE))
-    assert {one.operator for one in checked} == set(cuda.__all__)
+    # Those that multiply by codes are compared on codes that `order_codes` has placed.
+    assert {one.operator for one in checked} == set(cuda.__all__) - {"order_codes"}
     assert [str(one) for one in checked if not one.is_right] == []
     # The interpreter rounds to bfloat16 towards zero, where a GPU rounds to the nearest.
     most = ROOM if DEVICE.type == "cuda" else 2 * ROOM

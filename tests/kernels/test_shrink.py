@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def _shrink(implementation, case: Case) -> torch.Tensor:
-    on_device = case.to(implementation.device)
+    on_device = implementation.place(case)
     v = implementation.lora_shrink(on_device.x, on_device.tables, 0, case.shape.num_slices, on_device.segments)
     return v.sum(0).cpu()
 

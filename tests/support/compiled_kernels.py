@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 
 from benchmarks.lora_workloads import LinearShape
 from multilora_kernels.cuda.block_sizes import block_sizes
+from multilora_kernels.cuda.codes import order_codes_kernel, order_constants
 from multilora_kernels.cuda.decode_attention import decode_constants, decode_kernel
 from multilora_kernels.cuda.elementwise import (
     activation_constants,
@@ -80,6 +81,8 @@ _POINTERS = {
     "ban_ptr": "*i64",
     "last_token_ptr": "*i64",
     "row_ptr": "*i64",
+    "ranks_ptr": "*i64",
+    "out_features_ptr": "*i64",
     **dict.fromkeys(
         [
             *("rank_ptr", "permutation_ptr", "chunk_start_ptr", "chunk_length_ptr", "chunk_lora_index_ptr"),
@@ -105,6 +108,10 @@ _NUM_ROWS = 64
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
 
+_REGISTERS, _SHARED_BYTES, _SHARED_OF_SYSTEM, _WARPS, _PROGRAMS = 65536, 228 << 10, 1 << 10, 64, 32
+"""Of a multiprocessor of sm_90, and shared bytes of each program that the system takes (CUDA C++ Programming Guide)."""
+
+
 @dataclass(frozen=True)
 class Resources:
     """The resources of one thread, or for shared memory of one program, as the compiled code of a kernel says.
@@ -117,10 +124,22 @@ class Resources:
     registers: int
     spilled_bytes: int
     shared_bytes: int
+    num_warps: int
     single_loads: int
     wide_loads: int
     widest_load: int
     ptx: str = field(repr=False)
+
+    @property
+    def programs_at_once(self) -> int:
+        """Programs that run at the same time on a multiprocessor of sm_90."""
+        of_a_thread = -(-self.registers // 8) * 8
+        return min(
+            _REGISTERS // (of_a_thread * 32 * self.num_warps),
+            _SHARED_BYTES // (self.shared_bytes + _SHARED_OF_SYSTEM),
+            _WARPS // self.num_warps,
+            _PROGRAMS,
+        )
 
 
 def shrink_resources(
@@ -134,7 +153,9 @@ def shrink_resources(
     sizes = block_sizes("shrink", chunk_size, max_rank, capability, shape.in_features, _NUM_ROWS)
     parts = num_parts(shape.in_features, 1)
     if chunk_size == ROWS:
-        of_rows = shrink_rows_constants(shape.in_features, dtype == "fp32", sizes, CODE_BITS.get(codes, 0))
+        of_rows = shrink_rows_constants(
+            shape.in_features, dtype == "fp32" and not codes, sizes, CODE_BITS.get(codes, 0)
+        )
         return _resources(shrink_rows_kernel, of_rows, dtype, capability, _CODE_ARENA.get(codes, _NO_POINTERS))
     constants = shrink_constants(
         shape.in_features, parts, chunk_size, dtype == "fp32", sizes, capability, CODE_BITS.get(codes, 0)
@@ -149,10 +170,18 @@ def expand_resources(
     parts = num_parts(shape.in_features, 1)
     sizes = block_sizes("expand", chunk_size, max_rank, capability, shape.out_features, _NUM_ROWS)
     if chunk_size == ROWS:
-        of_rows = expand_rows_constants(parts, shape.slice_sizes, dtype == "fp32", sizes, CODE_BITS.get(codes, 0))
+        of_rows = expand_rows_constants(
+            parts, shape.slice_sizes, dtype == "fp32" and not codes, sizes, CODE_BITS.get(codes, 0)
+        )
         return _resources(expand_rows_kernel, of_rows, dtype, capability, _CODE_ARENA.get(codes, _NO_POINTERS))
     constants = expand_constants(parts, shape.slice_sizes, chunk_size, sizes, CODE_BITS.get(codes, 0))
     return _resources(expand_kernel, constants, dtype, capability, _CODE_ARENA.get(codes, _NO_POINTERS))
+
+
+def order_resources(codes: str, max_rank: int, capability: int) -> Resources:
+    """`order_codes`; arguments as of `shrink_resources`."""
+    constants = order_constants(max_rank, CODE_BITS[codes])
+    return _resources(order_codes_kernel, constants, "fp32", capability, _CODE_ARENA[codes])
 
 
 def segment_resources(num_tokens: int, capability: int) -> Resources:
@@ -319,7 +348,14 @@ def _resources(
     ptx = compiled.asm["ptx"]
     single_loads, wide_loads = ptx.count("ld.global.b16"), len(re.findall(r"ld\.global\S*\.v4\.b32", ptx))
     return Resources(
-        registers, stack + local, compiled.metadata.shared, single_loads, wide_loads, _widest_load(ptx), ptx
+        registers,
+        stack + local,
+        compiled.metadata.shared,
+        compiled.metadata.num_warps,
+        single_loads,
+        wide_loads,
+        _widest_load(ptx),
+        ptx,
     )
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from multilora_kernels import CodeType, ExpertLoRA, HugePages, PackedExperts, expert_mlp, reference
-from support.synthetic_batches import random_expert_tables
+from multilora_kernels.adapter_order import has_own_order
+from support.synthetic_batches import random_expert_tables, reference_order
 
 HIDDEN, INNER, NUM_EXPERTS, TOP_K = 77, 33, 7, 3
 """Sizes that no vector, panel or word of codes divides."""
@@ -40,7 +41,14 @@ class ExpertCase:
     lora: ExpertLoRA | None = None
 
     def result(self) -> torch.Tensor:
-        return expert_mlp(*(getattr(self, name) for name in self.__dataclass_fields__))
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        if self.lora is not None and has_own_order(self.lora.tables.arena):
+            num_experts, hidden, inner = self.down.shape
+            columns = torch.arange(self.lora.tables.rank.shape[1])
+            is_down = (columns >= self.lora.down_column) & (columns < self.lora.down_column + num_experts)
+            tables = reference_order(self.lora.tables, torch.where(is_down, hidden, inner))
+            fields["lora"] = self.lora._replace(tables=tables)
+        return expert_mlp(**fields)
 
     def of(self, tokens: torch.Tensor) -> ExpertCase:
         """The same experts and adapters on a batch of some of the tokens."""

@@ -22,7 +22,11 @@ def _quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tens
     return F.linear(x, weight.rows(0, weight.shape[0]).to(x.dtype), bias)
 
 
-_OWN = {"lora_segments": _lora_segments, "quantized_linear": _quantized_linear}
+def _order_codes(*_: object) -> None:
+    """Plain operators read codes in the order that they have on the wire."""
+
+
+_OWN = {"lora_segments": _lora_segments, "order_codes": _order_codes, "quantized_linear": _quantized_linear}
 
 PLAIN_OPERATORS: Mapping[str, Callable[..., Any]] = {
     name: _OWN.get(name) or getattr(reference, name) for name in cuda.__all__

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.lora_workloads import LinearShape
-from multilora_kernels.adapter_codes import CODE_BITS
+from multilora_kernels.adapter_codes import BLOCK_COLUMNS, CODE_BITS, LANES, SCALE_BYTES, panel_bytes
 from multilora_kernels.adapter_quantization import quantize_a, quantize_b
 from multilora_kernels.tables import LoRATables
 
@@ -91,6 +91,23 @@ def random_expert_tables(
         ranks[lora_index, column] = r
         tables[:2, lora_index, column] = torch.tensor([int(a), builder.add_b(out_size, r)])
     return LoRATables(builder.arena(), ranks, tables[0], tables[1], tables[2], max(1, int(rank.max())))
+
+
+def reference_order(tables: LoRATables, out_features: torch.Tensor) -> LoRATables:
+    """A copy of tables whose Bs have the order of a GPU, by plain PyTorch. out_features: of each column."""
+    arena = tables.arena.clone()
+    stored, bits = arena.view(torch.uint8), CODE_BITS[arena.dtype]
+    for row, column in tables.rank.nonzero().tolist():
+        rank, start = int(tables.rank[row, column]), int(tables.b_offset[row, column])
+        size, num_panels = panel_bytes(rank, bits), -(-int(out_features[column]) // LANES)
+        panels = stored[start : start + num_panels * size].view(num_panels, size)
+        first = 0
+        while first < size:
+            columns = rank if bits == 8 else min(BLOCK_COLUMNS, rank - first // panel_bytes(BLOCK_COLUMNS, 4) * 16)
+            codes = panels[:, first + SCALE_BYTES : first + panel_bytes(columns, bits)]
+            codes.copy_(codes.view(num_panels, -1, LANES).mT.flatten(1).clone())
+            first += panel_bytes(columns, bits)
+    return tables._replace(arena=arena)
 
 
 class _ArenaBuilder:

@@ -35,9 +35,11 @@ from multilora_engine.models.model import Model, only_group
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.sampling.token_counts import TokenCounts
 from multilora_kernels import HugePages, LoRATables, MemoryAhead
+from multilora_kernels.interpreter import has_gpu_operators
 from multilora_kernels.kv_rows import SCALE_BYTES
 from multilora_wire.adapter_event import AdapterEvent
 from multilora_wire.layout import AdapterLayout
+from multilora_wire.pieces import CODE_BITS
 
 if TYPE_CHECKING:
     from multilora_engine.lora.sources.fetcher import AdapterFetcher
@@ -147,7 +149,8 @@ def build_lora_manager(
     check_traits: Callable[[AdapterTraits], None],
 ) -> LoRAManager:
     host = HostTier(plan.num_host_pages, layout.page_bytes, pin_memory=device.type == "cuda")
-    is_shared = device.type == "cpu"
+    # Where GPU operators compute on a CPU, codes have an order of their own, which the host's pages do not have.
+    is_shared = device.type == "cpu" and not (layout.lora_dtype in CODE_BITS and has_gpu_operators(device))
     device_pool = host.pool if is_shared else PagePool(plan.num_device_pages, layout.page_bytes, device)
     tier = DeviceTier(
         layout,

@@ -25,7 +25,7 @@ from multilora_engine.lora.life_cycle import OnEvent, TierStats, adapter_event, 
 from multilora_engine.lora.names import label_of
 from multilora_engine.lora.outer_tables import OuterTables
 from multilora_engine.lora.page_copies import CopyPages, PageCopy, copies_to
-from multilora_kernels import LoRATables
+from multilora_kernels import LoRATables, has_own_order, order_codes
 from multilora_wire.layout import AdapterLayout, PageShape
 
 
@@ -47,6 +47,8 @@ class TableRows:
             max_rank=layout.max_rank,
         )
         self._outer = OuterTables(layout, storage, count)
+        sizes = {site.column + n: site.out_size for site in layout.sites.all_sites for n in range(site.experts)}
+        self._out_sizes = torch.tensor([sizes.get(column, 0) for column in range(shape[1])], device=device)
 
     def claim(self) -> int | None:
         """A free row, if there is one."""
@@ -56,8 +58,11 @@ class TableRows:
         self._free.append(lora_index)
         self._outer.forget(lora_index)
 
-    def write(self, index: int, entries: TableEntries, pages: list[int]) -> None:
-        """Let a row address an adapter's matrices, which lie in `pages`."""
+    def write(self, index: int, entries: TableEntries, pages: list[int], has_order: bool = True) -> None:
+        """Let a row address an adapter's matrices, which lie in `pages`.
+
+        has_order: whether codes there have the order of the device's kernels; else they are brought to it.
+        """
         self._outer.write(index, entries.outer, pages)
         table = np.stack([entries.columns, entries.ranks, *entries.located(pages, self._layout)])
         sent = to_device(torch.from_numpy(table), self.tables.rank.device)
@@ -67,6 +72,9 @@ class TableRows:
         self.tables.a_offset[index, columns] = a_offsets
         self.tables.b_offset[index, columns] = b_offsets
         self.tables.magnitude_offset[index, columns] = magnitude_offsets
+        if not has_order:
+            sizes = self._out_sizes[columns]
+            order_codes(self.tables.arena, ranks, b_offsets, sizes, self.tables.max_rank)
 
     def clear(self, lora_index: int) -> None:
         """Free a row, which is again as at first."""
@@ -145,13 +153,15 @@ _logger = logging.getLogger(__name__)
 class _Resident:
     """The place of an adapter on the device.
 
-    copy: the copy that fills the pages, while the adapter's state is COPYING. num_users: running sequences.
+    copy: the copy that fills the pages, while the adapter's state is COPYING. num_users: running sequences. has_order:
+    whether codes have the order of the device's kernels.
     """
 
     pages: list[int]
     copy: PageCopy | None
     lora_index: int | None = None
     num_users: int = 0
+    has_order: bool = False
 
 
 class DeviceTier:
@@ -194,6 +204,8 @@ class DeviceTier:
         self._copying: dict[CachedAdapter, None] = {}
         self._idle = IdleAdapters()
         self._rows = TableRows(layout, device_pool.storage, max_loras)
+        # Pages of the host are in the order of the wire.
+        self._has_own_order = not self.is_shared and has_own_order(self.tables.arena)
         self._copy_pages = copy_pages or copies_to(device_pool.storage.device)
         self._is_device_dead = is_device_dead
 
@@ -303,7 +315,8 @@ class DeviceTier:
                 return False
             resident.lora_index = index
             assert adapter.entries is not None, "it is not in memory"
-            self._rows.write(index, adapter.entries, resident.pages)
+            self._rows.write(index, adapter.entries, resident.pages, resident.has_order or not self._has_own_order)
+            resident.has_order = True
         if resident.num_users == 0:
             self._idle.discard(adapter)
             adapter.state.move(Device.IN_USE)

@@ -6,7 +6,7 @@ attention                                  `paged_attention`, `rotary_attention`
 kv_rows                                    rows of the cache, plain or in codes
 shrink, expand, apply                      the two halves of a LoRA update, and both
   shrink_rows, expand_rows                 of few rows without a prompt, each by itself
-  segments, codes                          tokens sorted by adapter; tiles of adapters in codes
+  segments, codes                          tokens sorted by adapter; adapters in codes and their order
 quantized, code_values                     linears of codes, and the floats that codes mean
 experts                                    a router's choice, and the chosen experts' MLPs
 elementwise, tanh                          the work between linears
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from multilora_kernels.cuda.apply import lora_apply
 from multilora_kernels.cuda.attention import paged_attention, rotary_attention
+from multilora_kernels.cuda.codes import order_codes
 from multilora_kernels.cuda.elementwise import add_layer_norm, add_rms_norm, gelu, gelu_tanh, gelu_tanh_mul, silu_mul
 from multilora_kernels.cuda.expand import lora_expand
 from multilora_kernels.cuda.experts import expert_mlp, route
@@ -41,6 +42,7 @@ __all__ = [
     "lora_expand",
     "lora_segments",
     "lora_shrink",
+    "order_codes",
     "paged_attention",
     "penalise_tokens",
     "quantized_linear",

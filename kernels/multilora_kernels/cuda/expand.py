@@ -197,5 +197,5 @@ def load_b(b_ptr, ranks, outputs, rank, slice_size, CODE_BITS: tl.constexpr):
     elif CODE_BITS == 8:
         b = tl.load(panel_codes(b_ptr, ranks[:, None], outputs[None, :], rank), mask=mask, other=0)
     else:
-        b = load_int4(b_ptr, outputs[None, :] // 16, ranks[:, None], outputs[None, :] % 16, rank, mask)
+        b = load_int4(b_ptr, outputs[None, :] // 16, ranks[:, None], outputs[None, :] % 16, rank, mask, True)
     return b

@@ -11,12 +11,14 @@ import triton.language as tl
 
 from multilora_kernels.adapter_codes import CODE_BITS
 from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, capability
+from multilora_kernels.cuda.code_values import int4_values
 from multilora_kernels.cuda.codes import (
     arena_of_kernels,
     code_values,
     load_int4,
     load_magnitude,
     load_panel_scales,
+    load_two_of_int4,
     panel_codes,
 )
 from multilora_kernels.cuda.integers import cdiv, next_power_of_2
@@ -68,7 +70,7 @@ def expand_rows_constants(
         "NUM_PARTS": parts,
         "BLOCK_P": next_power_of_2(parts),
         "SLICE_SIZES": tuple(slice_sizes),
-        "BLOCK_N": sizes["BLOCK_N"] // (2 if is_wide or code_bits == 4 else 1),
+        "BLOCK_N": sizes["BLOCK_N"] // (2 if is_wide else 1),
         "CODE_BITS": code_bits,
     }
 
@@ -114,12 +116,19 @@ def expand_rows_kernel(
     if rank == 0:
         return
     v_row = v_ptr + slice_index * stride_vs + row * stride_vm
-    # As in `expand_kernel`: with rank and place known to be multiples of eight, the loads are of 16 bytes.
-    if (rank % 8 == 0) & (offset % 8 == 0):
-        total += _multiply(
-            v_row, arena_ptr + offset // 8 * 8, rank // 8 * 8, outputs, slice_size,
-            stride_vp, NUM_PARTS, BLOCK_P, BLOCK_N, BLOCK_R, CODE_BITS,
-        )  # fmt: skip
+    # As in `expand_kernel`: with rank and place known to be multiples of so many, the loads are of 16 bytes.
+    UNIT: tl.constexpr = 8 if CODE_BITS == 0 else 16
+    if (rank % UNIT == 0) & (offset % UNIT == 0):
+        if CODE_BITS == 4:
+            total += _multiply_int4(
+                v_row, arena_ptr + offset // 16 * 16, rank // 16 * 16, first_output, slice_size,
+                stride_vp, NUM_PARTS, BLOCK_P, BLOCK_N,
+            )  # fmt: skip
+        else:
+            total += _multiply(
+                v_row, arena_ptr + offset // UNIT * UNIT, rank // UNIT * UNIT, outputs, slice_size,
+                stride_vp, NUM_PARTS, BLOCK_P, BLOCK_N, BLOCK_R, CODE_BITS,
+            )  # fmt: skip
     else:
         # Fewer at a time: each load is of one number, and has an address of its own.
         total += _multiply(
@@ -176,7 +185,7 @@ def _multiply(
         v_parts = tl.load(v_row + parts * stride_vp + ranks[None, :], v_mask, other=0.0)
         mask = (outputs < slice_size)[:, None] & (ranks < rank)[None, :]
         if CODE_BITS == 4:
-            b = load_int4(b_ptr, outputs[:, None] // 16, ranks[None, :], outputs[:, None] % 16, rank, mask)
+            b = load_int4(b_ptr, outputs[:, None] // 16, ranks[None, :], outputs[:, None] % 16, rank, mask, True)
         elif CODE_BITS == 8:
             b = code_values(tl.load(panel_codes(b_ptr, ranks[None, :], outputs[:, None], rank), mask, other=0))
         else:
@@ -186,3 +195,31 @@ def _multiply(
     if CODE_BITS == 8:
         update *= load_panel_scales(b_ptr, outputs, rank, outputs < slice_size)
     return update
+
+
+@triton.jit
+def _multiply_int4(
+    v_row,
+    b_ptr,
+    rank,
+    first_output,
+    slice_size,
+    stride_vp,
+    NUM_PARTS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """As `_multiply`, for whole blocks of codes of 4 bits: a row of a tile is two outputs, see `load_two_of_int4`."""
+    update = tl.zeros((BLOCK_N // 2, 2), dtype=tl.float32)
+    halves = first_output // 2 + tl.arange(0, BLOCK_N // 2)
+    parts = tl.arange(0, BLOCK_P)[:, None]
+    even = tl.arange(0, 16) % 8 * 2
+    for first_rank in range(0, rank, 16):
+        places = v_row + parts * stride_vp + first_rank + even[None, :]
+        v_even = tl.load(places, mask=parts < NUM_PARTS, other=0.0)
+        v_odd = tl.load(places + 1, mask=parts < NUM_PARTS, other=0.0)
+        codes, scales = load_two_of_int4(b_ptr, halves, first_rank, rank, halves * 2 < slice_size)
+        lower, upper = int4_values(codes, tl.bfloat16)
+        products = lower.to(tl.float32) * tl.sum(v_even, 0)[None, :] + upper.to(tl.float32) * tl.sum(v_odd, 0)[None, :]
+        update += tl.sum(tl.reshape(products, (BLOCK_N // 2, 2, 8)), 2) * scales
+    return tl.reshape(update, (BLOCK_N,))

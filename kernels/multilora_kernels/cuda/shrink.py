@@ -201,7 +201,7 @@ def sum_parts(
             mask = k_mask[:, None] & rank_mask
             if CODE_BITS == 4:
                 columns = (in_features + 15) // 16
-                a = load_int4(a_ptr, ranks[None, :], ks[:, None] // 16, ks[:, None] % 16, columns, mask)
+                a = load_int4(a_ptr, ranks[None, :], ks[:, None] // 16, ks[:, None] % 16, columns, mask, False)
             else:
                 a = tl.load(a_rows + ks[:, None], mask=mask, other=0)
             part_sum = exact_dot(x, a, part_sum)

@@ -141,7 +141,7 @@ def _shrink(
         mask = (ranks < rank)[:, None] & k_mask
         if CODE_BITS == 4:
             columns = (in_features + 15) // 16
-            a = load_int4(a_ptr, ranks[:, None], ks[None, :] // 16, ks[None, :] % 16, columns, mask)
+            a = load_int4(a_ptr, ranks[:, None], ks[None, :] // 16, ks[None, :] % 16, columns, mask, False)
         elif CODE_BITS == 8:
             codes_ptr = a_ptr + header_bytes(rank)
             a = code_values(tl.load(codes_ptr + ranks.to(tl.int64)[:, None] * in_features + ks[None, :], mask, other=0))

@@ -20,6 +20,7 @@ from support.mxfp4_checkpoints import save_tiny_mxfp4
 from support.tiny_mixture import save_tiny_mixture
 
 from checkpoints.tiny_llama import save_tiny_llama
+from multilora_engine.lora_config import LoRAConfig
 from multilora_kernels import interpreter
 
 _TESTS = Path(__file__).parents[2]
@@ -37,14 +38,21 @@ def save_tiny_bart(path: Path) -> Path:
 
 @pytest.mark.long(reason="the interpreter takes a second for each kernel of the self-test")
 @pytest.mark.parametrize(
-    "save", [save_tiny_llama, save_tiny_w4a16, save_tiny_mixture, save_tiny_mxfp4, save_tiny_t5, save_tiny_bart]
+    ("save", "lora_dtype"),
+    [
+        *((save, "auto") for save in (save_tiny_llama, save_tiny_w4a16, save_tiny_mixture, save_tiny_mxfp4)),
+        *((save, "auto") for save in (save_tiny_t5, save_tiny_bart)),
+        (save_tiny_llama, "int8"),
+        (save_tiny_mixture, "int4"),
+    ],
 )
 def test_the_gpu_operators_choose_the_tokens_of_a_cpu(
-    tmp_path: Path, default_model_dir: Path, save: Callable[[Path], Path]
+    tmp_path: Path, default_model_dir: Path, save: Callable[[Path], Path], lora_dtype: str
 ) -> None:
     model = save(tmp_path / "model")
-    expected = answer(make_engine(model, default_model_dir, enable_async_scheduling=False))
-    command = [sys.executable, "-m", "support.interpreted_engine", model, default_model_dir]
+    lora = LoRAConfig(lora_dtype=lora_dtype)  # type: ignore[arg-type]
+    expected = answer(make_engine(model, default_model_dir, enable_async_scheduling=False, lora=lora))
+    command = [sys.executable, "-m", "support.interpreted_engine", model, default_model_dir, lora_dtype]
     paths = os.pathsep.join(
         [str(_TESTS), str(_TESTS.parent / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
     )

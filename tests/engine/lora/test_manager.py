@@ -31,6 +31,7 @@ from hypothesis.stateful import (
 from support.adapters import ENCODER_DECODER, TINY, WireAdapter, wire_adapter
 
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, AdapterNotLoaded
+from multilora_engine.lora import device_tier
 from multilora_engine.lora.adapter_file import write_file_atomically
 from multilora_engine.lora.adapter_state import TRANSITIONS, AdapterState, CachedAdapter, Memory, State
 from multilora_engine.lora.device_tier import DeviceTier
@@ -1023,6 +1024,36 @@ def test_an_adapter_on_its_way_to_the_device_is_not_dropped_for_another_which_wo
     copies.step(1)
     assert manager.memory.acquire(second)
     assert_tables_hold(manager, second, CONTENTS[4][0])
+
+
+@pytest.mark.parametrize("num_device_pages", [4, None])
+def test_codes_come_to_the_order_of_a_gpu_once_for_each_copy_and_never_in_pages_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, num_device_pages: int | None
+) -> None:
+    ordered: list[tuple[list[int], ...]] = []
+    monkeypatch.setattr(device_tier, "has_own_order", lambda arena: True)
+    monkeypatch.setattr(
+        device_tier, "order_codes", lambda arena, *where: ordered.append(tuple(x.tolist() for x in where[:3]))
+    )
+    manager = build_manager(6, num_device_pages, "refuse", max_loras=1)
+    for task, content in enumerate((0, 4)):
+        manager.put(task, CONTENTS[content][1])
+    # Each takes the row of the tables from the other.
+    for task in (0, 1, 0, 1):
+        use(manager, task)
+    assert len(ordered) == (0 if num_device_pages is None else 2)
+    adapter = manager.pin(0)
+    manager.device.drop(adapter)
+    manager.memory.unpin(adapter)
+    use(manager, 0)
+    assert len(ordered) == (0 if num_device_pages is None else 3)
+    sites, tables = manager.device.layout.sites, manager.device.tables
+    for ranks, offsets, sizes in ordered[-1:]:
+        columns = tables.rank[0].nonzero().flatten().tolist()
+        found = sorted(zip(offsets, ranks, sizes, strict=True))
+        assert found == sorted(
+            (int(tables.b_offset[0, c]), int(tables.rank[0, c]), sites.site_at[c].out_size) for c in columns
+        )
 
 
 def test_a_copy_that_fails_is_told_once_leaves_nothing_and_can_be_tried_again() -> None:
