@@ -29,6 +29,7 @@ lora_linear, apply, shrink, expand         a linear with its LoRA update, and th
 embedding, token_rows                      LoRA on embeddings; an adapter's own rows of embeddings and head
   lora_segments, segments, tables          tokens sorted by adapter; where the weights of adapters lie
   adapter_codes, adapter_quantization      adapters stored as codes
+    adapter_order                          their order on a GPU
 linear, quantized                          linears of floats, and of codes
   panels, code_order                       the order of weights in memory, for CPUs and for GPUs
 attention, rotary_angles, kv_rows          attention over the paged cache, positions, the rows of the cache
