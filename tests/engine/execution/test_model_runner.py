@@ -21,6 +21,7 @@ from multilora_engine.execution import model_runner
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.models.decoder import Decoder
 from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_engine.sampling.sampler import Best
 from multilora_engine.sequences.prompt_log_probs import row_type
 
 TOLERANCE = 1e-3
@@ -223,9 +224,10 @@ class RecordingGraphs:
     def serves(self, batch: ForwardBatch) -> bool:
         return True
 
-    def run(self, batch: ForwardBatch) -> torch.Tensor:
+    def run(self, batch: ForwardBatch) -> tuple[torch.Tensor, Best]:
         self.positions += batch.positions.tolist()
-        return self._runner._model.forward(batch, self._runner._kv_cache)
+        logits = self._runner._model.forward(batch, self._runner._kv_cache)
+        return logits, Best.of(logits)
 
 
 def test_graphs_which_give_logits_only_are_passed_by_where_more_is_wanted(
