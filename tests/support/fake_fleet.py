@@ -65,17 +65,18 @@ class FakeContext:
 class FakeWorker:
     """Answers a prompt with its own number and the prompt's tokens, if its engine has the adapter.
 
-    in_engine: digests by task id. uses: those that are not empty, by task id. at_path: what its sources have. log: what
-    happened at it, in order. fails_to_publish: discovery is gone. dies_after: it is lost when it has sent so many
-    chunks. lies: how the pages that it sends are wrong: `others`, `more`, `none` at all, or it `hangs` instead.
-    is_cut_off: no message reaches or leaves it. stored: the aliases that its engine had at its start. alias_operations:
-    that its engine was given. stores_aliases: whether it can.
+    in_engine: digests by task id. uses: those that are not empty, by task id. request_ids: that it has begun to answer.
+    at_path: what its sources have. log: what happened at it, in order. fails_to_publish: discovery is gone. dies_after:
+    it is lost when it has sent so many chunks. lies: how the pages that it sends are wrong: `others`, `more`, `none` at
+    all, or it `hangs` instead. is_cut_off: no message reaches or leaves it. stored: the aliases that its engine had at
+    its start. alias_operations: that its engine was given. stores_aliases: whether it can.
     """
 
     def __init__(self, fleet: FakeFleet, worker_id: int, max_bytes: int, replaces: bool, max_known: int) -> None:
         self.worker_id = worker_id
         self.in_engine: dict[TaskId, str] = {}
         self.uses: dict[TaskId, str] = {}
+        self.request_ids: list[str] = []
         self.at_path: dict[str, PackedAdapter] = {}
         self.named: dict[str, str] = {}
         self.in_sources: list[str] = []
@@ -154,6 +155,8 @@ class FakeWorker:
             await self.uploads.bring(task_id)
         if task_id is not None and task_id not in self.in_engine and not await self.uploads.bring(task_id, True):
             raise RelayedError(AdapterNotFound.code, str(AdapterNotFound(task_id)))
+        assert asked.request_id not in self.request_ids, "it may be in use"
+        self.request_ids.append(asked.request_id)
         digest = "" if task_id is None else self.in_engine[task_id]
         use = "" if task_id is None else self.uses.get(task_id, "")
         if asked.chat_use not in (None, use_digest(use)):

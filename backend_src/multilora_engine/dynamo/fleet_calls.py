@@ -50,6 +50,7 @@ from multilora_engine.process.operations import (
     UnpinAdapter,
 )
 from multilora_engine.request import TokenOutput
+from multilora_engine.serving.front import new_id
 
 _DONE = Said(TokenOutput("", [], "", finish_reason="stop"))
 
@@ -142,11 +143,13 @@ class FleetCalls:
             await self._catalogue.learn(message.upload)
         request_id = message.client_request_id or message.request.request_id
         request = await self._aliases.resolve(message.request, request_id)
+        # A front asks again as soon as it has written a chat; the engine may still have the call before.
+        request = msgspec.structs.replace(request, request_id=new_id())
         outputs = self._calls.generate(request, call_id, message.client_request_id, message.trace_id)
         async with aclosing(outputs):
             async for output in outputs:
                 if output is not None:
-                    yield Said(output)
+                    yield Said(msgspec.structs.replace(output, request_id=message.request.request_id))
 
     def _pages(self, pages_digest: str) -> bytearray:
         pages = self._uploads.pages(pages_digest)
