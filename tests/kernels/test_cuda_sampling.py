@@ -63,6 +63,19 @@ def test_logits_of_special_kinds(kind):
     _check(kind, 2100, _KINDS[2:6])
 
 
+@pytest.mark.parametrize("rule", [SamplingRule(1.0, 900, 1.0, 0.0, 0.999), SamplingRule(1.0, 0, 0.4, 0.0, 0.999)])
+def test_tokens_in_question_fill_a_block_nearly_exactly_and_not_quite(rule):
+    logits = torch.full((4, 4500), -30.0)
+    generator = torch.Generator().manual_seed(5)
+    for row, num_tokens in enumerate((2047, 2048, 2049, 2048)):
+        places = torch.randperm(4500, generator=generator)[:num_tokens]
+        logits[row, places] = -2.5 * torch.rand(num_tokens, generator=generator)
+    logits[3] = (logits[3] * 64).round() / 64  # many are equal
+    expected = sample_tokens(logits, [rule] * 4).tolist()
+    assert _on_device(logits, [rule] * 4) == expected
+    assert sampling_reference.sample_tokens(logits, _parameters([rule] * 4)).tolist() == expected
+
+
 def test_a_token_depends_neither_on_its_place_in_the_batch_nor_on_its_neighbours():
     rules = _KINDS[:4]
     logits = logits_of("usual", len(rules), 700)

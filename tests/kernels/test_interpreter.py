@@ -52,7 +52,9 @@ def test_the_gpu_operators_pass_the_same_tests_in_the_interpreter(cases):
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param("some_blocks and usual or batch or no_numbers or penalties or forbidden", id="short"),
+        pytest.param(
+            "some_blocks and usual or in_question or batch or no_numbers or penalties or forbidden", id="short"
+        ),
         pytest.param("", id="all", marks=pytest.mark.long(reason="the interpreter takes seconds a case")),
     ],
 )

@@ -1,9 +1,11 @@
 """`sample_tokens` in OpenAI Triton: one launch for a batch of greedy and drawn rows; see `multilora_kernels.sampling`.
 
 A program chooses the token of one row, so it sees nothing of the others. Where the cut of top_k or top_p lies is found
-by quartering the range of weights, as integers with the bits of the float32 weights, which have the same order. Sums of
-weights are integers, so reductions may add in any order. Compiled without the fusion of products and sums: those that
-the definition has are written out, and others would round differently.
+by quartering the range of weights, as integers with the bits of the float32 weights, which have the same order. As soon
+as one block holds all tokens that are in question, they are copied there: each further look at them takes one load, and
+not one for each block of the vocabulary. Sums of weights are integers, so reductions may add in any order. Compiled
+without the fusion of products and sums: those that the definition has are written out, and others would round
+differently.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ _HALF = tl.constexpr(float(1 << 17))
 _UNIT = tl.constexpr(sampling_rule.WEIGHT_UNIT)
 _ROUND_TO_UNIT = tl.constexpr(1.5 * 2**23 * sampling_rule.WEIGHT_UNIT)
 _ROUNDED = tl.constexpr(2**23 * sampling_rule.WEIGHT_UNIT)
+_FIRST, _SECOND = tl.constexpr(2.0**-14), tl.constexpr(2.0**-7)
+"""Few tokens have most of the weight, mostly."""
+
 _SHIFT = tl.constexpr(12582912.0 + 127.0)
 _ONE_BITS = tl.constexpr(0x3F800000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -46,7 +51,7 @@ def sample_tokens(logits: torch.Tensor, parameters: torch.Tensor) -> torch.Tenso
     if rows:
         constants = sample_constants(vocab)
         size = cdiv(vocab, constants["BLOCK"]) * constants["BLOCK"]
-        weights = torch.empty(rows, size, dtype=torch.float32, device=logits.device)
+        weights = torch.empty(rows, size + 2 * constants["BLOCK"], dtype=torch.float32, device=logits.device)
         sample_kernel[(rows,)](logits, parameters, weights, token_ids, vocab, size, logits.stride(0), **constants)
     return token_ids
 
@@ -70,10 +75,14 @@ def sample_kernel(
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
 ):
-    """One program: one row. weights_ptr: of `size` weights a row to work in, `vocab` rounded up to blocks."""
+    """One program: one row.
+
+    weights_ptr: to work in, a row's `size` weights, `vocab` rounded up to blocks; then a block of the weights of the
+    tokens in question, and a block of their ids.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_lm
-    weights_ptr += row * size
+    weights_ptr += row * (size + 2 * BLOCK)
     parameters_ptr += row * _NUM_PARAMETERS
     key, token = _largest(logits_ptr, vocab, BLOCK)
     top_k = tl.load(parameters_ptr + 1).to(tl.int64)
@@ -81,9 +90,9 @@ def sample_kernel(
     if is_finite & (top_k != 1):
         largest = tl.where(key < 0, key ^ _MAGNITUDE, key).to(tl.float32, bitcast=True)
         factor = (1.0 / tl.load(parameters_ptr)).to(tl.float32)
-        _weigh(logits_ptr, weights_ptr, largest, factor, vocab, size, BLOCK)
+        sums = _weigh(logits_ptr, weights_ptr, largest, factor, vocab, size, BLOCK)
         top_p, min_p = tl.load(parameters_ptr + 2), tl.load(parameters_ptr + 3)
-        cut, last = _cut(weights_ptr, top_k, top_p, min_p, vocab, size, BLOCK)
+        cut, last = _cut(weights_ptr, sums, top_k, top_p, min_p, vocab, size, BLOCK)
         token = _draw(weights_ptr, cut, last, tl.load(parameters_ptr + 4), size, BLOCK, NUM_BLOCKS)
     tl.store(token_ptr + row, token.to(tl.int64))
 
@@ -111,14 +120,26 @@ def _largest(logits_ptr, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weigh(logits_ptr, weights_ptr, largest, factor, vocab, size, BLOCK: tl.constexpr):
+    """Write the weights. Their units and number: all, and those from 2^-14 and 2^-7 on."""
+    zeros = tl.zeros((BLOCK // 4,), tl.int32)
+    upper0, lower0, count0 = zeros, zeros, zeros
+    upper1, lower1, count1 = zeros, zeros, zeros
+    upper2, lower2, count2 = zeros, zeros, zeros
     for start in range(0, size, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + columns, mask=columns < vocab, other=-float("inf"))
         weight = _exponential((x - largest) * factor)
         rounded = (weight + _ROUND_TO_UNIT) - _ROUND_TO_UNIT
-        tl.store(weights_ptr + columns, tl.where(weight < _ROUNDED, rounded, weight))
+        weight = tl.where(weight < _ROUNDED, rounded, weight)
+        tl.store(weights_ptr + columns, weight)
+        upper, lower = _halves(weight)
+        upper0, lower0, count0 = _add(upper0, lower0, count0, upper, lower, weight >= _UNIT)
+        upper1, lower1, count1 = _add(upper1, lower1, count1, upper, lower, weight >= _FIRST)
+        upper2, lower2, count2 = _add(upper2, lower2, count2, upper, lower, weight >= _SECOND)
     # The weights are read by other threads than those that wrote them.
     tl.debug_barrier()
+    units = _whole(upper0, lower0), _whole(upper1, lower1), _whole(upper2, lower2)
+    return units[0], units[1], units[2], _number(count0), _number(count1), _number(count2)
 
 
 @triton.jit
@@ -150,23 +171,24 @@ def _fma(a, b, c):
 
 
 @triton.jit
-def _cut(weights_ptr, top_k, top_p, min_p, vocab, size, BLOCK: tl.constexpr):
-    """The last token that is left: the bits of its weight, and of those with this weight its id, or vocab for all."""
-    cut = tl.maximum(min_p.to(tl.float32), _UNIT).to(tl.int32, bitcast=True).to(tl.int64)
+def _cut(weights_ptr, sums, top_k, top_p, min_p, vocab, size, BLOCK: tl.constexpr):
+    """The last token that is left: the bits of its weight, and of those with this weight its id, or vocab for all.
+
+    sums: as of `_weigh`.
+    """
+    cut = tl.maximum(min_p.to(tl.float32), _UNIT).to(tl.int32, bitcast=True)
     # Triton takes a number that is 1 for a constant, which has no method `to`.
     last = tl.full((), vocab, tl.int64)
     has_top_k = (top_k > 0) & (top_k < vocab)
     if has_top_k | (top_p < 1.0):
-        lightest = tl.full((), _UNIT, tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
-        units, count, _, _, _, _ = _from_each(weights_ptr, lightest, lightest, lightest, size, BLOCK)
-        enough_units = units
-        if has_top_k & (top_k < count):
-            place, place_token, enough_units = _first_place(weights_ptr, top_k, units, count, vocab, size, True, BLOCK)
+        enough_units = sums[0]
+        if has_top_k & (top_k < sums[3]):
+            place, place_token, enough_units = _first_place(weights_ptr, sums, top_k, vocab, size, True, BLOCK)
             cut, last = _earlier(cut, last, place, place_token)
         if top_p < 1.0:
             wanted = tl.ceil(top_p * enough_units.to(tl.float64)).to(tl.int64)
             wanted = tl.minimum(tl.maximum(wanted, 1), enough_units)
-            place, place_token, _ = _first_place(weights_ptr, wanted, units, count, vocab, size, False, BLOCK)
+            place, place_token, _ = _first_place(weights_ptr, sums, wanted, vocab, size, False, BLOCK)
             cut, last = _earlier(cut, last, place, place_token)
     return cut, last
 
@@ -179,19 +201,21 @@ def _earlier(cut, last, place, place_token):
 
 
 @triton.jit
-def _first_place(weights_ptr, wanted, units, count, vocab, size, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _first_place(weights_ptr, sums, wanted, vocab, size, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """The first cut up to which there are `wanted` tokens or units, and the units up to it.
 
-    units, count: of all tokens, which are enough.
+    sums: as of `_weigh`; all tokens are enough.
     """
     # Those from `low` on are enough, those from `high` on are not.
-    low = tl.full((), _UNIT, tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
-    high = tl.full((), _ONE_BITS + 1, tl.int64)
-    low_units, low_count, high_units, high_count = units, count, units * 0, count * 0
-    # Few tokens have most of the weight, mostly: those of 2^-4, 2^-8 and 2^-16 and more are looked at first.
-    third, second, first = high - (4 << 23), high - (8 << 23), high - (16 << 23)
-    while (low_count - high_count > 1) & (high - low > 1):
-        units1, count1, units2, count2, units3, count3 = _from_each(weights_ptr, first, second, third, size, BLOCK)
+    low, high = _bits(_UNIT), tl.full((), _ONE_BITS + 1, tl.int32)
+    low_units, low_count, high_units, high_count = sums[0], sums[3], sums[0] * 0, sums[3] * 0
+    first, second, third = _bits(_FIRST), _bits(_SECOND), _bits(_SECOND)
+    units1, units2, units3 = sums[1], sums[2], sums[2]
+    count1, count2, count3 = sums[4], sums[5], sums[5]
+    # The weights that are looked at, and the units of those that are ahead of them, which no sum and not `wanted` has.
+    begin, length, ahead_units = size * 0, size * 1, sums[0] * 0
+    is_narrow = low_count <= 1
+    while is_narrow == 0:
         for i in tl.static_range(3):
             bits = first if i == 0 else (second if i == 1 else third)
             of_units = units1 if i == 0 else (units2 if i == 1 else units3)
@@ -201,22 +225,58 @@ def _first_place(weights_ptr, wanted, units, count, vocab, size, BY_COUNT: tl.co
             low, high = tl.where(is_low, bits, low), tl.where(is_high, bits, high)
             low_units, low_count = tl.where(is_low, of_units, low_units), tl.where(is_low, of_count, low_count)
             high_units, high_count = tl.where(is_high, of_units, high_units), tl.where(is_high, of_count, high_count)
-        first, second, third = low + (high - low) // 4, low + (high - low) // 2, low + (high - low) * 3 // 4
+        is_narrow = (low_count - high_count <= 1) | (high - low <= 1)
+        if is_narrow == 0:
+            if (length > BLOCK) & (low_count - high_count <= BLOCK):
+                _copy_between(weights_ptr, low, high, size, BLOCK)
+                begin, length, ahead_units = size * 1, size * 0 + BLOCK, high_units
+                wanted -= high_count if BY_COUNT else high_units
+                low_units, low_count = low_units - high_units, low_count - high_count
+                high_units, high_count = high_units * 0, high_count * 0
+            first, second, third = low + (high - low) // 4, low + (high - low) // 2, low + (high - low) * 3 // 4
+            units1, count1, units2, count2, units3, count3 = _from_each(
+                weights_ptr + begin, first, second, third, length, BLOCK
+            )
     last, up_to = tl.full((), vocab, tl.int64), low_units
     if low_count - high_count > 1:
         # All have the weight `low`: the first of them by id are enough.
-        each = _units(low.to(tl.int32).to(tl.float32, bitcast=True))
+        each = _units(low.to(tl.float32, bitcast=True))
         ties = wanted - high_count if BY_COUNT else (wanted - high_units + each - 1) // each
         if ties < low_count - high_count:
-            last = _tie(weights_ptr, low, ties, size, BLOCK)
+            last = _tie(weights_ptr + begin, low, ties, length, BLOCK)
+            if begin > 0:
+                last = tl.load(weights_ptr + begin + BLOCK + last).to(tl.int32, bitcast=True).to(tl.int64)
             up_to = high_units + ties * each
-    return low, last, up_to
+    return low, last, up_to + ahead_units
+
+
+@triton.jit
+def _copy_between(weights_ptr, low, high, size, BLOCK: tl.constexpr):
+    """Copy the weights from `low` on and below `high`, a block at most, and their ids, behind all weights, by id."""
+    tl.store(weights_ptr + size + tl.arange(0, BLOCK), tl.zeros((BLOCK,), tl.float32))
+    tl.debug_barrier()
+    before = size * 0
+    for start in range(0, size, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        weight = tl.load(weights_ptr + columns)
+        bits = weight.to(tl.int32, bitcast=True)
+        is_between = (bits >= low) & (bits < high)
+        places = size + before + tl.cumsum(is_between.to(tl.int32), 0) - 1
+        tl.store(weights_ptr + places, weight, mask=is_between)
+        tl.store(weights_ptr + places + BLOCK, columns.to(tl.float32, bitcast=True), mask=is_between)
+        before += tl.sum(is_between.to(tl.int32), 0)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _bits(weight: tl.constexpr):
+    return tl.full((), weight, tl.float32).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _from_each(weights_ptr, first, second, third, size, BLOCK: tl.constexpr):
     """The units and the number of tokens from each of three weights on, which are given by their bits."""
-    zeros = tl.zeros((BLOCK,), tl.int32)
+    zeros = tl.zeros((BLOCK // 4,), tl.int32)
     upper1, lower1, count1 = zeros, zeros, zeros
     upper2, lower2, count2 = zeros, zeros, zeros
     upper3, lower3, count3 = zeros, zeros, zeros
@@ -233,12 +293,22 @@ def _from_each(weights_ptr, first, second, third, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _add(uppers, lowers, count, upper, lower, is_left):
-    return uppers + tl.where(is_left, upper, 0), lowers + tl.where(is_left, lower, 0), count + is_left.to(tl.int32)
+    return (
+        uppers + _of_four(tl.where(is_left, upper, 0)),
+        lowers + _of_four(tl.where(is_left, lower, 0)),
+        count + _of_four(is_left.to(tl.int32)),
+    )
+
+
+@triton.jit
+def _of_four(x):
+    """The sum of each four neighbours, which one thread has: so it needs a quarter of the registers for sums."""
+    return tl.sum(tl.reshape(x, (x.shape[0] // 4, 4)), 1)
 
 
 @triton.jit
 def _number(count):
-    return tl.sum(count.to(tl.int64), 0)
+    return tl.sum(count, 0)
 
 
 @triton.jit
