@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import lzma
+import shutil
 import signal
 import subprocess
 import sys
@@ -154,6 +155,7 @@ def rows(work: Path, bundle: Path | None) -> Iterator[dict[str, object]]:
     yield _row("environment", time.monotonic() - started, "s", note=str(packages))
     missing = [*missing_modules(python_of(work)), *missing_tools()]
     yield _row("missing", note=", ".join(missing) or "nothing")
+    shutil.rmtree(work / CHECK, ignore_errors=True)
     check = [str(python_of(work)), "-m", "gpu.serve_packages", CHECK, str(work / CHECK)]
     done = subprocess.run(check, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     sys.stdout.write(done.stdout)

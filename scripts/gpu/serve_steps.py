@@ -260,7 +260,7 @@ def measure_speed(setting: Setting) -> Iterator[Row]:
         engine.tokens_per_s(prompts.some(max(sizes.counts)), sizes.output_tokens, _task_ids(max(sizes.counts), _MANY))
         for count, kind in mixes:
             rate = engine.tokens_per_s(prompts.some(count), sizes.output_tokens, _task_ids(count, kind))
-            note = f"of which {rates[count, kind] / rate:.0%} through the server"
+            note = f"through the server {rates[count, kind] / rate:.0%} of it"
             yield Row(f"{_name(count, kind)}, engine in this process", rate, "tokens/s", note=note)
     if not setting.is_dry:
         seconds = _start(setting.model, parameters, {"TRITON_CACHE_DIR": str(setting.work / "no_kernels")})
@@ -326,7 +326,7 @@ async def _put_all(calls: EngineCalls, adapter: PackedAdapter, count: int) -> No
 def break_engine(setting: Setting) -> Iterator[Row]:
     """Seconds from an error that sticks, which `sticky_error` makes, to the next right answer."""
     number, parameters = 5, setting.telling_parameters() | {"lora_cache_dir": str(setting.work / "disk_tier")}
-    (setting.work / "disk_tier").mkdir()
+    (setting.work / "disk_tier").mkdir(exist_ok=True)
     layout, started = checkpoint_layout(setting.telling, MAX_RANK, "float32"), time.monotonic()
     with served(setting.telling, parameters, setting.has_tritonserver) as server, asyncio.Runner() as runner:
         yield Row("ready", time.monotonic() - started, "s", note=f"by {server.by}")
