@@ -19,7 +19,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import aclosing, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,30 +142,23 @@ class Setting:
 
 
 def prepare(setting: Setting) -> Iterator[Row]:
-    """Write the checkpoints, and meanwhile start engines over small ones, which compiles all kernels into the cache."""
+    """Write the checkpoints, and meanwhile start engines over small ones, which compiles all kernels into the cache.
+
+    One engine after the other: each measures what memory is free.
+    """
+    save_random_llama(setting.layer, setting.sizes.shape, 1)
     with ThreadPoolExecutor() as threads:
-        jobs = {
-            threads.submit(_compile_telling, setting): "engine of the telling model ready, empty cache of kernels",
-            threads.submit(_compile_layer, setting): "engine of one layer ready, empty cache of kernels",
-            threads.submit(_write_model, setting): "checkpoint written",
-        }
-        for job in as_completed(jobs):
-            yield Row(jobs[job], job.result(), "s")
+        writing = threads.submit(_write_model, setting)
+        yield Row("engine of one layer ready, empty cache of kernels", _start_layer(setting), "s")
+        save_checkpoint(setting.telling)
+        seconds = _start(setting.telling, setting.telling_parameters())
+        yield Row("engine of the telling model ready, few kernels cached", seconds, "s")
+        yield Row("checkpoint written", writing.result(), "s")
     if not setting.is_dry:  # a CPU's kernels are in no cache that could be empty
         yield Row("engine of one layer ready, full cache of kernels", _start_layer(setting), "s")
     num_bytes = sum(file.stat().st_size for file in setting.model.iterdir())
-    yield Row(
-        "checkpoint", num_bytes / (1 << 30), "GiB", note=f"{len(list(setting.model.glob('*.safetensors')))} files"
-    )
-
-
-def _compile_telling(setting: Setting) -> float:
-    return _start(save_checkpoint(setting.telling), setting.telling_parameters())
-
-
-def _compile_layer(setting: Setting) -> float:
-    save_random_llama(setting.layer, setting.sizes.shape, 1)
-    return _start_layer(setting)
+    num_files = len(list(setting.model.glob("*.safetensors")))
+    yield Row("checkpoint", num_bytes / (1 << 30), "GiB", note=f"{num_files} files")
 
 
 def _write_model(setting: Setting) -> float:

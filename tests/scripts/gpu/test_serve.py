@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 import pytest
 
 from checkpoints.telling_adapters import BASE_TOKEN, answer
-from gpu import report, serve, telling_load
+from gpu import serve, telling_load
 from gpu.telling_load import STREAMED, UNLOADS, UPLOADS, WHOLE
 from multilora_client.errors import MultiloraClientError
 from repository import REPOSITORY
@@ -58,16 +58,16 @@ def test_every_step_runs_without_tritonserver(tmp_path):
 @pytest.mark.long(reason="a server starts three times, and the interpreter runs the kernels of a step")
 def test_every_step_runs_with_tritonserver(tmp_path):
     ends = run(tmp_path)
-    known = [name for name in serve.STEPS if name in OWN_STEPS or name in report.PARTS]
-    assert [ends[name] for name in known] == ["done"] * len(known), (tmp_path / "gpu_serve.md").read_text()
+    assert ends == dict.fromkeys(serve.STEPS, "done"), (tmp_path / "gpu_serve.md").read_text()
+    assert rows_of(tmp_path, "kernels_of_a_step")
     check_rows(tmp_path, "tritonserver")
 
 
 def test_a_step_that_cannot_run_stops_no_other(tmp_path, monkeypatch):
     monkeypatch.setitem(serve.STEPS, "packages", 0.01)
-    results = serve.serve(tmp_path, tmp_path / "work", None, False, ["packages", "kernels_of_a_step"])
-    assert results["packages"].end == "stopped after 0 s"
-    assert results["kernels_of_a_step"].end != "not started: no time was left"
+    monkeypatch.setitem(serve.STEPS, "prepare", 0.02)
+    results = serve.serve(tmp_path, tmp_path / "work", None, False, ["packages", "prepare"])
+    assert [result.end for result in results.values()] == ["stopped after 0 s"] * 2
     assert "## packages: stopped" in (tmp_path / "gpu_serve.md").read_text()
 
 
