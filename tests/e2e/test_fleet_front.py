@@ -178,7 +178,8 @@ def test_an_adapters_template_and_end_tokens_count_at_every_worker(
     place = save_adapter(folder / "sixty-one", 61, version=0, layout=client.adapter_layout())
     for name, text in files.items():
         (place / name).write_text(text)
-    assert client.load_adapter("sixty-one", path=str(place)).name == "sixty-one"
+    body = {"lora_name": "sixty-one", "source": {"uri": place.as_uri()}}
+    assert call(f"{fleet.workers[0].system_url}/v1/loras", body)["status"] == "success"
     for number, name in ((60, "sixty"), (61, "sixty-one")):
         for length in range(4, 12):
             messages: list[Message] = [{"role": "user", "content": "x" * length}]
