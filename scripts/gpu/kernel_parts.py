@@ -26,13 +26,16 @@ from benchmarks.machine_limits import Limits, void
 from gpu.machine import Machine, Row
 from multilora_kernels import (
     CodeType,
+    LoRASegments,
     QuantizedWeight,
     SamplingRule,
+    lora_segments,
     quantized_linear,
     sample_tokens,
 )
 from multilora_kernels.cuda import lora_expand, lora_shrink
 from multilora_kernels.cuda.block_sizes import BlockSizes
+from multilora_kernels.segments import ROWS, rows_of
 
 TINY_MIXTURE = Mixture("tiny", num_experts=5, top_k=2, hidden=48, inner=32)
 TINY_MODEL = Model("tiny", (LinearShape(48, (32, 16, 16)), LinearShape(64, (48,))), 1)
@@ -43,18 +46,29 @@ _CACHE_BYTES = 128 << 20
 """More than the second cache of any GPU."""
 
 
-def shrink_all(batch: Batch, sizes: BlockSizes | None = None) -> list[torch.Tensor]:
-    """The v of every linear. sizes: tiles to try in place of the table's."""
+def shrink_all(
+    batch: Batch, sizes: BlockSizes | None = None, segments: LoRASegments | None = None
+) -> list[torch.Tensor]:
+    """The v of every linear. sizes, segments: to try in place of the table's and the batch's."""
     return [
-        lora_shrink(batch.x[i], batch.tables, column, shape.num_slices, batch.segments, sizes)
+        lora_shrink(batch.x[i], batch.tables, column, shape.num_slices, segments or batch.segments, sizes)
         for column, i, shape in batch.linears
     ]
 
 
-def expand_all(batch: Batch, v: list[torch.Tensor], sizes: BlockSizes | None = None) -> None:
-    """The update of every linear. sizes: as of `shrink_all`."""
+def expand_all(
+    batch: Batch, v: list[torch.Tensor], sizes: BlockSizes | None = None, segments: LoRASegments | None = None
+) -> None:
+    """The update of every linear. sizes, segments: as of `shrink_all`."""
     for (column, i, shape), v_of_linear in zip(batch.linears, v, strict=True):
-        lora_expand(v_of_linear, batch.y[i], batch.tables, column, shape.slice_sizes, batch.segments, sizes)
+        lora_expand(v_of_linear, batch.y[i], batch.tables, column, shape.slice_sizes, segments or batch.segments, sizes)
+
+
+def rows_and_tiles(batch: Batch) -> tuple[LoRASegments, LoRASegments]:
+    """The tokens of a batch each by itself, and cut into chunks of one adapter."""
+    workload, device = batch.workload, batch.x[0].device
+    mapping = torch.arange(workload.num_tokens, device=device) % workload.num_adapters
+    return rows_of(mapping), lora_segments(mapping, workload.num_adapters)
 
 
 def measure_kernels(machine: Machine) -> Iterator[Row]:
@@ -115,7 +129,10 @@ def _each(function: Callable[..., object], *arguments: Iterable[object]) -> None
 def _workloads(machine: Machine) -> list[Workload]:
     if machine.is_dry:
         return [Workload(TINY_MODEL, 3, 2, (4,))]
-    decode = [Workload(EIGHT_BILLION, rows, adapters, (16,)) for rows, adapters in [(64, 64), (1, 1), (8, 8), (256, 1)]]
+    decode = [
+        Workload(EIGHT_BILLION, rows, adapters, (16,))
+        for rows, adapters in [(64, 64), (1, 1), (8, 8), (64, 1), (256, 1)]
+    ]
     decode += [Workload(EIGHT_BILLION, 128, 128, (16,)), Workload(EIGHT_BILLION, 64, 64, (8, 16, 32, 64))]
     prefill = [Workload(EIGHT_BILLION, rows, 4, (16,)) for rows in (1024, 2048, 8192)]
     return [*decode, *prefill, Workload(ONE_BILLION, 64, 64, (16,))]
@@ -132,6 +149,10 @@ def _measure_workload(machine: Machine, workload: Workload, limits: Limits) -> I
         "linears": linears,
         "linears with update": lora_linears,
     }
+    if batch.segments.chunk_size == ROWS:
+        _, tiles = rows_and_tiles(batch)
+        steps["shrink by tiles"] = lambda: void(shrink_all(batch, segments=tiles))
+        steps["expand by tiles"] = lambda: expand_all(batch, v, segments=tiles)
     seconds = machine.measure(steps)
     update = limits.seconds(workload.num_bytes(machine.dtype, machine.dtype), workload.num_flops())
     base = limits.seconds(workload.weight_bytes(machine.dtype), workload.weight_flops())

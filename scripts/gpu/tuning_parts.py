@@ -7,7 +7,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +15,19 @@ import triton
 
 from benchmarks.lora_workloads import EIGHT_BILLION, Batch, Model, Step, Workload
 from benchmarks.machine_limits import void
-from gpu.kernel_parts import TINY_MODEL, expand_all, shrink_all
+from gpu.kernel_parts import TINY_MODEL, expand_all, rows_and_tiles, shrink_all
 from gpu.machine import Machine, Row
 from gpu.report import PLAN
+from multilora_kernels import LoRASegments
 from multilora_kernels.cuda.block_sizes import BlockSizes, Operator, block_sizes, capability, entry_with_plans
 from multilora_kernels.segments import ROWS
 
 _RANK, _ANY_WIDTH = 16, 1 << 20
 _ROWS, _DRY_ROWS = (8, 64), (2,)
 """Of the steps that a candidate is timed with, together: many rows wait for memory, few for load after load."""
+
+_BOUNDS, _DRY_BOUNDS = (16, 32, 64, 128, 256), (2,)
+"""Numbers of rows, each with an adapter of its own, for which rows by themselves are compared with tiles."""
 
 _COLD_BYTES = 256 << 20
 """Adapters that a step reads, several times what caches hold: as those of a model's layers, none is in one."""
@@ -69,6 +73,31 @@ def tune(machine: Machine) -> Iterator[Row]:
             yield Row(f"{operator}, {candidate.width} inputs", seconds * 1e6, "us", note=sizes)
         plans = _PLANS[operator](times, sorted(batches), functools.partial(_table_sizes, machine, operator))
         yield Row(PLAN, note=json.dumps(entry_with_plans(operator, "rows", gpu, plans)))
+    yield from _compare_with_tiles(machine)
+
+
+def _compare_with_tiles(machine: Machine) -> Iterator[Row]:
+    """Updates of rows by themselves beside those by tiles, each with the table's sizes; then the plan."""
+    layer = TINY_MODEL if machine.is_dry else EIGHT_BILLION
+    compared: dict[int, tuple[float, float]] = {}
+    for num_rows in _DRY_BOUNDS if machine.is_dry else _BOUNDS:
+        batch = _batch(layer, num_rows, num_rows, machine)
+        by_rows, by_tiles = (functools.partial(_update_all, batch, segments) for segments in rows_and_tiles(batch))
+        seconds = machine.measure({"rows": by_rows, "tiles": by_tiles})
+        compared[num_rows] = seconds["rows"], seconds["tiles"]
+        for name, taken in seconds.items():
+            yield Row(f"{num_rows} rows, {batch.workload.model.num_layers} layers, by {name}", taken * 1e6, "us")
+    plan = {"max_rank": _RANK, "max_width": _ANY_WIDTH, "sizes": {"max_rows": most_rows(compared)}}
+    yield Row(PLAN, note=json.dumps(entry_with_plans("update", "rows", capability(machine.device), [plan])))
+
+
+def most_rows(compared: Mapping[int, tuple[float, float]]) -> int:
+    """The largest number of rows up to which rows by themselves take no longer than tiles, 0 for none.
+
+    compared: by numbers of rows, the seconds of both.
+    """
+    served = itertools.takewhile(lambda num_rows: compared[num_rows][0] <= compared[num_rows][1], sorted(compared))
+    return max(served, default=0)
 
 
 _Times = dict[tuple[Operator, int], dict[str, float]]
@@ -130,14 +159,24 @@ def _linears(machine: Machine) -> dict[int, Model]:
 
 def _batches(machine: Machine) -> dict[int, list[Batch]]:
     """Decode steps in which each row has an adapter of its own, by the inputs of their linears."""
-    all_rows, batches = _DRY_ROWS if machine.is_dry else _ROWS, {}
-    for width, layer in _linears(machine).items():
-        bytes_of_layer = Workload(layer, max(all_rows), max(all_rows), (_RANK,)).adapter_bytes(machine.dtype)
-        num_layers = 1 if machine.is_dry else -(-_COLD_BYTES // bytes_of_layer)
-        model = Model(layer.name, layer.linears, num_layers)
-        workloads = [Workload(model, rows, rows, (_RANK,)) for rows in all_rows]
-        batches[width] = [Batch(each, machine.dtype, machine.dtype, machine.device.type) for each in workloads]
-    return batches
+    all_rows = _DRY_ROWS if machine.is_dry else _ROWS
+    return {
+        width: [_batch(layer, rows, max(all_rows), machine) for rows in all_rows]
+        for width, layer in _linears(machine).items()
+    }
+
+
+def _batch(layer: Model, num_rows: int, cold_rows: int, machine: Machine) -> Batch:
+    """Of as many layers as so many adapters need to leave the cache; each row has one of its own."""
+    bytes_of_layer = Workload(layer, cold_rows, cold_rows, (_RANK,)).adapter_bytes(machine.dtype)
+    num_layers = 1 if machine.is_dry else -(-_COLD_BYTES // bytes_of_layer)
+    model = Model(layer.name, layer.linears, num_layers)
+    workload = Workload(model, num_rows, num_rows, (_RANK,))
+    return Batch(workload, machine.dtype, machine.dtype, machine.device.type)
+
+
+def _update_all(batch: Batch, segments: LoRASegments) -> None:
+    expand_all(batch, shrink_all(batch, segments=segments), segments=segments)
 
 
 def _step(candidate: _Candidate, batches: list[Batch]) -> Step:

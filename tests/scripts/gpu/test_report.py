@@ -214,6 +214,11 @@ def test_what_was_tuned_serves_its_rank_alone_on_its_architecture(tmp_path, monk
     assert [(sizes["BLOCK_N"], sizes["num_warps"]) for sizes in served] == [(64, 8), (default, 4), (default, 4)]
 
 
+def test_rows_are_taken_by_themselves_up_to_where_tiles_take_less_time():
+    assert tuning_parts.most_rows({64: (3.0, 3.0), 16: (1.0, 2.0), 128: (5.0, 4.0), 256: (6.0, 9.0)}) == 64
+    assert tuning_parts.most_rows({16: (2.0, 1.0), 32: (1.0, 2.0)}) == 0
+
+
 def test_the_tests_of_a_gpu_are_there():
     assert all((REPOSITORY / "tests" / f"{name}.py").exists() for name in parts._TESTS)
 
