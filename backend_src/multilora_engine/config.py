@@ -138,9 +138,7 @@ class EngineConfig(BaseModel):
     ] = ByteSize(0)
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "int8", "fp8"],
-        Field(
-            description="Type of cached keys and values. `auto`: `dtype`; int8, and fp8 (CPUs), have scales by head."
-        ),
+        Field(description="Type of cached keys and values. `auto`: `dtype`; int8 and fp8 have scales by head."),
     ] = "auto"
     gpu_memory_utilization: Annotated[
         float, Field(gt=0, le=1, description="Share of the GPU's memory that the engine may use.")

@@ -13,7 +13,8 @@ Public, by purpose:
   `quantized_embedding`.
 - attention: `paged_attention` over `PagedSequences` with `AttentionOptions`.
   `rotary_attention` also rotates, by `rotary_angles`, and writes the cache; `store_rows` only writes it.
-  `kv_row_size`, `kv_head_dim` and `load_rows` read caches, also caches of 8-bit codes.
+  `kv_row_size`, `kv_head_dim`, `load_rows` and `copy_blocks` are of caches, which `KVRows` are: floats, codes with
+  their scales, or `KVCodes`.
 - mixtures of experts: `route` chooses, and `expert_mlp` computes over `PackedExperts`, with adapters by `ExpertLoRA`.
 - between linears: `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul`, `gelu_tanh`, `gelu`.
 - all in one call: `decoder_layers` and `decoder_logits`, for a `PackedDecoder` of `PackedLayer`s (of
@@ -69,7 +70,7 @@ from multilora_kernels.embedding import lora_embedding
 from multilora_kernels.expand import lora_expand
 from multilora_kernels.experts import expert_mlp, route
 from multilora_kernels.huge_pages import HugePages
-from multilora_kernels.kv_rows import kv_head_dim, kv_row_size, load_rows, store_rows
+from multilora_kernels.kv_rows import KVCodes, KVRows, copy_blocks, kv_head_dim, kv_row_size, load_rows, store_rows
 from multilora_kernels.linear import (
     PackedWeight,
     activation_dtype,
@@ -103,6 +104,8 @@ __all__ = [
     "CodeType",
     "ExpertLoRA",
     "HugePages",
+    "KVCodes",
+    "KVRows",
     "LayerStep",
     "LoRASegments",
     "LoRATables",
@@ -122,6 +125,7 @@ __all__ = [
     "activation_dtype",
     "add_layer_norm",
     "add_rms_norm",
+    "copy_blocks",
     "decoder_layers",
     "decoder_logits",
     "expert_mlp",

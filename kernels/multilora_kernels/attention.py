@@ -10,7 +10,7 @@ import torch
 
 from multilora_kernels.dispatch import compiled_for, operator
 from multilora_kernels.interpreter import has_gpu_operators
-from multilora_kernels.kv_rows import kv_head_dim
+from multilora_kernels.kv_rows import KVRows, kv_head_dim
 
 
 class PagedSequences(NamedTuple):
@@ -36,7 +36,7 @@ class PagedSequences(NamedTuple):
 class AttentionOptions(NamedTuple):
     """How a layer's scores become weights.
 
-    scale: factor of q K^T; None means 1 / sqrt(head_dim).
+    scale: positive factor of q K^T; None means 1 / sqrt(head_dim).
     softcap: scores become softcap * tanh(scores / softcap) before any key is masked; 0 leaves them. Gemma 2
         (arXiv:2408.00118) has a softcap.
     sinks: [num_heads], for each query head a score without a value, which counts in the softmax's denominator; None for
@@ -60,17 +60,17 @@ _PLAIN = AttentionOptions()
 
 def paged_attention(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: KVRows,
+    values: KVRows,
     sequences: PagedSequences,
     options: AttentionOptions = _PLAIN,
 ) -> torch.Tensor:
     """softmax(scale q K^T) V over the keys up to each token's own position, with float32 arithmetic.
 
     q: [num_tokens, num_heads, head_dim], float32, bfloat16 or float16.
-    keys, values: [num_slots, num_kv_heads, head_dim], of one of these types, with equal strides. Or codes, int8 or, on
-        a CPU, float8_e4m3fn, [num_slots, num_kv_heads, head_dim + SCALE_BYTES] (`kv_rows`). Query head h reads the
-        key-value head h // (num_heads / num_kv_heads).
+    keys, values: [num_slots, num_kv_heads, head_dim], of one of these types, with equal strides. Or codes, int8 or
+        float8_e4m3fn: [num_slots, num_kv_heads, head_dim + SCALE_BYTES] on a CPU, `KVCodes` on a GPU (`kv_rows`).
+        Query head h reads the key-value head h // (num_heads / num_kv_heads).
     options: the scale and the other changes of scores.
     Returns [num_tokens, num_heads * head_dim] in the dtype of q. A token's result has the same bits whatever other
     sequences are in the batch.
@@ -86,8 +86,8 @@ def rotary_attention(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: KVRows,
+    values: KVRows,
     slots: torch.Tensor,
     sequences: PagedSequences,
     options: AttentionOptions = _PLAIN,

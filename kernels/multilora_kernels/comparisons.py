@@ -20,7 +20,7 @@ from multilora_kernels.elementwise import add_layer_norm, add_rms_norm, gelu, ge
 from multilora_kernels.expand import lora_expand
 from multilora_kernels.experts import expert_mlp, route
 from multilora_kernels.huge_pages import HugePages
-from multilora_kernels.kv_rows import LARGEST_CODES, load_rows, quantize_rows
+from multilora_kernels.kv_rows import LARGEST_CODES, KVCodes, KVRows, copy_slots, load_rows, quantize_rows
 from multilora_kernels.lora_segments import lora_segments
 from multilora_kernels.packed_experts import PackedExperts
 from multilora_kernels.penalties import forbid_tokens, penalise_tokens
@@ -456,8 +456,8 @@ class _Paged(NamedTuple):
     """Sequences, their cache, and the slots of their own tokens."""
 
     sequences: PagedSequences
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: KVRows
+    values: KVRows
     slots: torch.Tensor
 
 
@@ -495,7 +495,7 @@ class _AttentionCase:
     @property
     def _tolerance(self) -> float:
         """Codes are exact in floats: over the same ones, both attend with the precision of activations."""
-        return max(TOLERANCES[dtype] for dtype in (self.shapes.dtype, self._kv_dtype) if dtype.is_floating_point)
+        return max(TOLERANCES[dtype] for dtype in (self.shapes.dtype, self._kv_dtype) if dtype not in LARGEST_CODES)
 
     def compare_alone(self, generator: torch.Generator) -> Results:
         paged, shapes = self._paged(generator, has_own=True), self.shapes
@@ -528,7 +528,7 @@ class _AttentionCase:
         errors, caches = [], ((paged.keys, own.keys), (paged.values, own.values))
         for (cache, stored), exact, size in zip(caches, exact_rows, sizes, strict=True):
             errors.append(self._errors_of_rows(load_rows(stored, own.slots, torch.float64), exact, size).flatten())
-            cache[own.slots] = stored[own.slots]
+            copy_slots(stored, cache, own.slots)
         keys, values = self._exact(paged)
         fields = self._fields(paged.sequences, options)
         # Queries have the type of activations after the rotation, too.
@@ -546,9 +546,16 @@ class _AttentionCase:
     def _errors_of_rows(self, stored: torch.Tensor, exact: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
         """Errors beyond half a code, in units of what floats round: `size` is the sum of the amounts of the addends."""
         errors = (stored - exact).abs()
-        if self._kv_dtype == torch.int8:
-            errors = (errors - exact.abs().amax(-1, keepdim=True) / (2 * LARGEST_CODES[torch.int8])).clamp(min=0)
+        if self._kv_dtype in LARGEST_CODES:
+            scales = exact.abs().amax(-1, keepdim=True) / LARGEST_CODES[self._kv_dtype]
+            is_int8 = self._kv_dtype == torch.int8
+            half = scales / 2 if is_int8 else torch.maximum(exact.abs() / 16, scales * 2.0**-10)
+            errors = (errors - half).clamp(min=0)
         return errors / size.clamp(min=torch.finfo(size.dtype).tiny)
+
+    def _stored(self, x: torch.Tensor) -> KVRows:
+        is_coded = self._kv_dtype in LARGEST_CODES
+        return KVCodes.of_rows(quantize_rows(x, self._kv_dtype)) if is_coded else x.to(self._kv_dtype)
 
     def _options(self, generator: torch.Generator) -> AttentionOptions:
         if self.option == "sinks":
@@ -566,10 +573,9 @@ class _AttentionCase:
         scale = float(self.shapes.head_dim) ** -0.5
         return *fields, window or 0, scale, options.softcap, options.sinks, options.distance_bias
 
-    def _exact(self, paged: _Paged) -> list[torch.Tensor]:
+    def _exact(self, paged: _Paged) -> list[KVRows]:
         """Copies of keys and values as the reference takes them."""
-        is_coded = self._kv_dtype == torch.int8
-        return [x.clone() if is_coded else x.double() for x in (paged.keys, paged.values)]
+        return [x.clone() if isinstance(x, KVCodes) else x.double() for x in (paged.keys, paged.values)]
 
     def _paged(self, generator: torch.Generator, has_own: bool) -> _Paged:
         """has_own: whether the cache has the tokens of the step itself."""
@@ -591,7 +597,7 @@ class _AttentionCase:
         slots = torch.cat(own_slots)
         if not has_own:
             cache[:, slots] = torch.nan
-        keys, values = quantize_rows(cache) if self._kv_dtype == torch.int8 else cache.to(self._kv_dtype)
+        keys, values = self._stored(cache[0]), self._stored(cache[1])
         starts = torch.tensor([0, *itertools.accumulate(query_lens)], device=device)
         lengths = torch.tensor(contexts, device=device)
         num_decodes = len(contexts) if self.longest == 1 else 1

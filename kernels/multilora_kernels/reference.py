@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from multilora_kernels.adapter_codes import CODE_BITS, dequantize_a, dequantize_b
-from multilora_kernels.kv_rows import kv_head_dim, load_rows, store_rows
+from multilora_kernels.kv_rows import KVRows, kv_head_dim, load_rows, num_kv_heads, store_rows
 from multilora_kernels.penalties_reference import forbid_tokens, penalise_tokens
 from multilora_kernels.sampling_reference import sample_tokens
 from multilora_kernels.segments import ROWS, LoRASegments, reference_segments
@@ -177,8 +177,8 @@ def _expert_activation(gate_up: torch.Tensor, clamp_limit: float) -> torch.Tenso
 
 def paged_attention(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: KVRows,
+    values: KVRows,
     block_tables: torch.Tensor,
     query_starts: torch.Tensor,
     context_lens: torch.Tensor,
@@ -240,8 +240,8 @@ def _seen_keys(
 
 def _attended(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: KVRows,
+    values: KVRows,
     slots: torch.Tensor,
     is_seen: torch.Tensor,
     scale: float,
@@ -293,8 +293,8 @@ def rotary_attention(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: KVRows,
+    values: KVRows,
     slots: torch.Tensor,
     *fields: Any,
     out: torch.Tensor | None = None,
@@ -310,13 +310,13 @@ def rotate_and_store(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: KVRows,
+    values: KVRows,
     slots: torch.Tensor,
     is_interleaved: bool,
 ) -> torch.Tensor:
     """The first step of `rotary_attention`. Returns the queries, [num_tokens, num_heads, head_dim]."""
-    num_kv, head_dim = keys.shape[1], kv_head_dim(keys)
+    num_kv, head_dim = num_kv_heads(keys), kv_head_dim(keys)
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     qk, v = heads[:, :-num_kv], heads[:, -num_kv:]
     turned = torch.cat((_turned(qk[..., : cos.shape[-1]], cos, sin, is_interleaved), qk[..., cos.shape[-1] :]), dim=-1)

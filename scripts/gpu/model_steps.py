@@ -219,7 +219,7 @@ class Workbench:
     @property
     def itemsize(self) -> int:
         """Bytes of an activation, of a key and of a value."""
-        return self._cache.keys.itemsize
+        return self._cache.keys.dtype.itemsize
 
     @property
     def _num_head_weights(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import attention_cases
 from support.lora_cases import Case
 from support.synthetic_batches import reference_order
 
@@ -66,6 +67,10 @@ class Implementation:
         if not self.has_order or placed.tables.arena.dtype not in CODE_BITS:
             return placed
         return replace(placed, tables=reference_order(placed.tables, torch.tensor(case.shape.slice_sizes)))
+
+    def caches_of(self, case: attention_cases.Case) -> attention_cases.Case:
+        """The case with its cache as the operators read it, on their device."""
+        return (case if self.device == "cpu" and not INTERPRETED else case.as_on_a_gpu()).to(self.device)
 
 
 def _paged_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *fields: Any) -> torch.Tensor:

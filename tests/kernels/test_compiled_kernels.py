@@ -150,41 +150,78 @@ def test_weights_that_may_lie_at_any_place_are_loaded_one_by_one(resources, chun
     assert used.single_loads >= elements_of_a_thread
 
 
+_BLOCK = 64
+"""Tokens of a block of a GPU's cache."""
+
+_DECODE_REGISTERS = 128
+"""Of a thread, at most: four programs of four warps run on a processor, and one loads while another ends."""
+
+
+def _check_decode(used: Resources, capability: int, narrow: tuple[int, ...] = ()) -> None:
+    """Keys and values come in pieces of 16 bytes a thread. narrow: bytes of pieces of what else is loaded ahead."""
+    _check(used, capability)
+    assert set(used.async_loads) == {16, *narrow}
+
+
 @pytest.mark.parametrize("capability", _EVERY_GENERATION)
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=_IS_LONG), "fp32"])
 @pytest.mark.parametrize(("group", "head_dim"), [(4, 128), pytest.param(3, 64, marks=_IS_LONG)])
 def test_attention_compiles_without_spills(capability, dtype, group, head_dim):
     for has_options in (False, True):
-        _check(decode_resources(group, head_dim, 16, dtype, capability, has_options), capability)
-        _check(prompt_resources(group, head_dim, 16, dtype, capability, has_options), capability)
+        used = decode_resources(group, head_dim, _BLOCK, dtype, capability, has_options)
+        _check_decode(used, capability)
+        assert used.registers <= (255 if dtype == "fp32" else _DECODE_REGISTERS)
+        _check(prompt_resources(group, head_dim, _BLOCK, dtype, capability, has_options), capability)
 
 
 @pytest.mark.parametrize("capability", _EVERY_GENERATION)
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=_IS_LONG), "fp32"])
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 64), pytest.param(4, 128, marks=_IS_LONG)])
 def test_attention_with_a_bias_by_distance_compiles_without_spills(capability, dtype, group, head_dim):
-    _check(decode_resources(group, head_dim, 16, dtype, capability, has_bias=True), capability)
-    _check(prompt_resources(group, head_dim, 16, dtype, capability, has_bias=True), capability)
+    _check_decode(decode_resources(group, head_dim, _BLOCK, dtype, capability, has_bias=True), capability, (4,))
+    _check(prompt_resources(group, head_dim, _BLOCK, dtype, capability, has_bias=True), capability)
 
 
-def test_attention_of_wide_heads_compiles_without_spills():
-    _check(decode_resources(1, 256, 16, "bf16", 90), 90)
-    _check(prompt_resources(1, 256, 16, "bf16", 90), 90)
+@pytest.mark.parametrize("capability", _EVERY_GENERATION)
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 256), pytest.param(2, 80, marks=_IS_LONG)])
+def test_attention_of_other_heads_compiles_without_spills(capability, group, head_dim):
+    _check_decode(decode_resources(group, head_dim, _BLOCK, "bf16", capability), capability)
+    _check(prompt_resources(group, head_dim, _BLOCK, "bf16", capability, has_window=True), capability)
+    _check(rotation_resources(head_dim, "bf16", capability), capability)
+
+
+def test_attention_over_small_blocks_and_with_a_window_compiles_without_spills():
+    _check(decode_resources(4, 128, 16, "bf16", 90), 90)
+    _check(prompt_resources(4, 128, 16, "bf16", 90, has_window=True), 90)
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype"),
+    ("capability", "dtype", "codes"),
     [
-        (80, "bf16"),
-        (90, "fp32"),
-        (100, "fp16"),
-        *(pytest.param(other, "bf16", marks=_IS_LONG) for other in (86, 89, 120)),
+        (80, "bf16", "fp8"),
+        (90, "bf16", "int8"),
+        (90, "fp32", "int8"),
+        (100, "fp16", "fp8"),
+        *(pytest.param(other, "bf16", "int8", marks=_IS_LONG) for other in (80, 86, 89, 100, 120)),
+        *(pytest.param(other, "bf16", "fp8", marks=_IS_LONG) for other in (86, 89, 90, 100, 120)),
     ],
 )
-def test_a_cache_in_codes_compiles_without_spills(capability, dtype):
-    _check(decode_resources(4, 128, 16, dtype, capability, has_softcap=True, has_codes=True), capability)
-    _check(prompt_resources(4, 128, 16, dtype, capability, has_softcap=True, has_codes=True), capability)
-    _check(rotation_resources(128, dtype, capability, has_codes=True), capability)
+def test_a_cache_in_codes_compiles_without_spills(capability, dtype, codes):
+    for has_softcap in (False, True):
+        used = decode_resources(4, 128, _BLOCK, dtype, capability, has_softcap, codes)
+        # A scale a thread has 4 bytes, and the values that tensor cores take transposed have 8.
+        _check_decode(used, capability, (4, 8))
+        assert used.registers <= (168 if capability < 100 else 208)
+        _check(prompt_resources(4, 128, _BLOCK, dtype, capability, has_softcap, codes), capability)
+    _check(rotation_resources(128, dtype, capability, codes), capability)
+
+
+@pytest.mark.parametrize("codes", ["", "int8"])
+def test_rotation_loads_and_stores_16_bytes_a_thread(codes):
+    used = rotation_resources(128, "bf16", 90, codes)
+    assert used.wide_loads >= 3
+    # A cosine and a sine.
+    assert used.single_loads == 2
 
 
 @pytest.mark.parametrize("num_tokens", [64, 8192])
@@ -255,14 +292,14 @@ def test_penalties_are_rounded_as_a_cpu_rounds_them():
 def test_the_codes_of_a_cache_are_rounded_as_a_cpu_rounds_them(dtype):
     """The product with the scale's inverse, and its sum with 1.5 * 2^23: two instructions, and no fused one."""
     for used in (
-        rotation_resources(128, dtype, 90, has_codes=True),
-        decode_resources(4, 128, 16, dtype, 90, False, True),
+        rotation_resources(128, dtype, 90, "int8"),
+        decode_resources(4, 128, _BLOCK, dtype, 90, False, "int8"),
     ):
         assert re.search(r"add\S* .*0f4B400000", used.ptx)
         assert not re.search(r"fma\S* .*0f4B400000", used.ptx)
         # What the assembler takes for the two may be fused by it, where nothing lies between them.
         assert len(re.findall(r"min\.f32 .*0f42FE0000", used.ptx)) == len(re.findall(r"add\S* .*0f4B400000", used.ptx))
-    assert not re.search(r"div\.(full|approx)", rotation_resources(128, dtype, 90, has_codes=True).ptx)
+    assert not re.search(r"div\.(full|approx)", rotation_resources(128, dtype, 90, "int8").ptx)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -277,7 +314,7 @@ def test_the_filling_of_inputs_compiles_without_spills(capability):
         (expand_kernel, "first_slice"),
         (shrink_rows_kernel, "first_slice"),
         (expand_rows_kernel, "first_slice"),
-        (decode_kernel, "num_distances stride_bm"),
+        (decode_kernel, "num_distances num_splits stride_bm"),
         (prompt_kernel, "num_distances num_sequences first_sequence stride_bm"),
         (segment_kernel, "num_tokens max_loras capacity"),
         (penalise_kernel, "num_rows"),
@@ -299,9 +336,9 @@ def test_no_kernel_is_compiled_anew_for_a_number_that_changes_between_steps(kern
         lambda: expand_resources(_O, 16, 16, "bf16", 90, "int4"),
         lambda: shrink_resources(_O, ROWS, 16, "bf16", 90),
         lambda: expand_resources(_O, ROWS, 16, "bf16", 90, "int4"),
-        lambda: decode_resources(4, 128, 16, "bf16", 90),
-        lambda: prompt_resources(4, 128, 16, "bf16", 90),
-        lambda: rotation_resources(128, "bf16", 90, has_codes=True),
+        lambda: decode_resources(4, 128, _BLOCK, "bf16", 90),
+        lambda: prompt_resources(4, 128, _BLOCK, "bf16", 90),
+        lambda: rotation_resources(128, "bf16", 90, "int8"),
         lambda: silu_mul_resources("bf16", 90),
         lambda: sample_resources(1, 90),
         lambda: penalise_resources(90),

@@ -11,8 +11,8 @@ from support.synthetic_batches import reference_order
 
 from benchmarks.lora_workloads import LinearShape
 from multilora_kernels import cuda, load_rows, lora_segments, parts, reference, step_inputs_reference
-from multilora_kernels.cuda import segments
-from multilora_kernels.kv_rows import SCALE_BYTES, quantize_rows
+from multilora_kernels.cuda import decode_attention, segments
+from multilora_kernels.kv_rows import SCALE_BYTES, KVCodes, quantize_rows
 from multilora_kernels.segments import reference_segments, rows_of
 from multilora_kernels.step_inputs import StepInputs
 
@@ -46,7 +46,7 @@ def test_prefill_chunks_give_the_same_result_from_one_part(implementation, monke
 
 
 def _check_attention(implementation, case: attention_cases.Case) -> None:
-    actual = implementation.paged_attention(*attention_cases.fields(case.to(implementation.device)))
+    actual = implementation.paged_attention(*attention_cases.fields(implementation.caches_of(case)))
     expected = reference.paged_attention(*attention_cases.fields(case, torch.float64))
     assert actual.dtype == case.q.dtype
     tolerance = attention_cases.TOLERANCE[case.q.dtype]
@@ -55,17 +55,20 @@ def _check_attention(implementation, case: attention_cases.Case) -> None:
 
 def _check_step(implementation, case: attention_cases.Case, rotary_dim=None, is_interleaved=False) -> None:
     """Rotation, cache and attention; slots that nothing writes stay NaN."""
-    step = attention_cases.make_rotary_step(case, case.q.dtype, rotary_dim)
-    ours = [tensor.to(implementation.device) for tensor in step.copied()]
-    exact = step.copied(torch.float64)
-    on_device = attention_cases.sequence_fields(case.to(implementation.device))
-    actual = implementation.rotary_attention(*ours, *on_device, is_interleaved)
+    exact = attention_cases.make_rotary_step(case, case.q.dtype, rotary_dim).copied(torch.float64)
+    on_device = implementation.caches_of(case)
+    step = attention_cases.make_rotary_step(on_device, case.q.dtype, rotary_dim)
+    ours = [attention_cases.moved(x, implementation.device) for x in step.copied()]
+    actual = implementation.rotary_attention(*ours, *attention_cases.sequence_fields(on_device), is_interleaved)
     expected = reference.rotary_attention(*exact, *attention_cases.sequence_fields(case), is_interleaved)
     assert actual.dtype == case.q.dtype
     tolerance = max(attention_cases.TOLERANCE.get(dtype, 2e-2) for dtype in (case.q.dtype, case.keys.dtype))
     torch.testing.assert_close(actual.cpu().double(), expected, atol=tolerance, rtol=tolerance)
     for cache, expected_cache in zip(ours[3:5], exact[3:5], strict=True):
-        found, wanted = (load_rows(x.cpu(), torch.arange(len(x)), torch.float64) for x in (cache, expected_cache))
+        places = torch.arange(len(cache))
+        found, wanted = (
+            load_rows(attention_cases.moved(x, "cpu"), places, torch.float64) for x in (cache, expected_cache)
+        )
         torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
@@ -144,34 +147,80 @@ def test_rows_behind_the_last_sequence_are_left_alone(implementation):
     assert torch.equal(actual[: len(qkv)], expected)
 
 
+@pytest.mark.parametrize("sequences", ["long decode", "longest decode"])
+@pytest.mark.parametrize("window", [None, 500])
+def test_a_program_that_takes_several_splits_gives_the_bits_of_programs_of_one(
+    implementation, monkeypatch, window, sequences
+):
+    """As in steps of many sequences."""
+    case = implementation.caches_of(
+        attention_cases.make_case("odd head_dim", sequences, window=window, options="sinks")
+    )
+    results, num_heads = [], len(case.sequences.context_lens) * 2
+    for programs in (1, 2 * num_heads, 5 * num_heads, 16 * num_heads):
+        monkeypatch.setattr(decode_attention, "_PROGRAMS", programs)
+        step = [
+            attention_cases.moved(x, implementation.device) for x in attention_cases.make_rotary_step(case).copied()
+        ]
+        results.append(implementation.rotary_attention(*step, *attention_cases.sequence_fields(case), False))
+    assert results[0].isfinite().all()
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("shape", ["odd blocks", "odd heads in large blocks"])
+def test_a_prompt_has_the_same_bits_however_it_is_cut(implementation, shape, window):
+    """Tiles that all queries of a program see are computed without masks: which these are, depends on the cuts."""
+    case = implementation.caches_of(attention_cases.make_case(shape, "chunks behind a prefix", window=window))
+    (tables, starts, contexts, _, *rest), (begin, end, context) = attention_cases.sequence_fields(case), (1, 10, 140)
+    table = tables[1:2]
+
+    def piece(first: int, last: int) -> torch.Tensor:
+        lengths = torch.tensor([0, last - first], device=tables.device), contexts[1:2] - (end - last)
+        return implementation.paged_attention(case.q[first:last], case.keys, case.values, table, *lengths, 0, *rest)
+
+    assert (int(starts[1]), int(starts[2]), int(contexts[1])) == (begin, end, context)
+    whole = piece(begin, end)
+    assert torch.equal(torch.cat((piece(begin, 4), piece(4, end))), whole)
+
+
 @pytest.mark.parametrize("sequences", ["decode", "prefill"])
-@pytest.mark.parametrize("shape", [name for name, (*_, head_dim, _) in SHAPES.items() if head_dim % SCALE_BYTES == 0])
-def test_a_step_over_int8_rows_of_every_shape(implementation, shape, sequences):
-    _check_step(implementation, attention_cases.make_case(shape, sequences, kv_dtype=torch.int8))
+@pytest.mark.parametrize(
+    ("shape", "kv_dtype"),
+    [
+        *((name, torch.int8) for name, (*_, head_dim, _) in SHAPES.items() if head_dim % SCALE_BYTES == 0),
+        *((name, torch.float8_e4m3fn) for name in ("odd blocks", "odd heads in large blocks")),
+    ],
+)
+def test_a_step_over_8_bit_rows_of_every_shape(implementation, shape, kv_dtype, sequences):
+    _check_step(implementation, attention_cases.make_case(shape, sequences, kv_dtype=kv_dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("sequences", "window"), [("decode", 33), ("long decode", None), ("prefill", 33)])
-def test_attention_over_int8_rows_by_queries_of_16_bits(implementation, sequences, window, dtype):
+def test_attention_over_8_bit_rows_by_queries_of_16_bits(implementation, sequences, window, dtype):
     case = attention_cases.make_case("one head", sequences, dtype, torch.int8, window=window, options="all")
     _check_attention(implementation, case)
 
 
+@pytest.mark.parametrize("code_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [4, 12, 64, 80])
-def test_int8_rows_are_stored_as_the_reference_stores_them(implementation, head_dim, dtype):
+def test_8_bit_rows_are_stored_as_the_reference_stores_them(implementation, head_dim, dtype, code_dtype):
     x = torch.randn(11, 4, head_dim, generator=torch.Generator().manual_seed(4))
     x[1, 0], x[2, 1, 3], x[3, 2, 1], x[4, 3] = 0, torch.nan, -torch.inf, 1e-35
     x[5, :, 2] *= 1e30
     heads = x.to(dtype).to(implementation.device)
     slots = torch.tensor([3, 0, 9, 12, 1, 2, 5, 11, 4, 7, 8], device=implementation.device)
-    cache = torch.full((2, 13, 2, head_dim + SCALE_BYTES), 55, dtype=torch.int8, device=implementation.device)
+    rows = torch.full((13, 2, head_dim + SCALE_BYTES), 55, dtype=torch.uint8).view(code_dtype)
+    caches = [attention_cases.moved(KVCodes.of_rows(rows), implementation.device) for _ in range(2)]
     # Heads of keys and values alone, without queries.
     none = heads.new_empty(11, 1, 0)
-    cuda.rotation.rotate_and_store(heads.flatten(1), none, none, *cache, slots, False)
-    assert torch.equal(cache[0, slots], quantize_rows(heads[:, :2]))
-    assert torch.equal(cache[1, slots], quantize_rows(heads[:, 2:]))
-    assert (cache[:, [6, 10]] == 55).all()
+    cuda.rotation.rotate_and_store(heads.flatten(1), none, none, *caches, slots, False)
+    for cache, stored in zip(caches, (heads[:, :2], heads[:, 2:]), strict=True):
+        found = cache.rows().view(torch.uint8)
+        assert torch.equal(found[slots], quantize_rows(stored, code_dtype).view(torch.uint8))
+        assert (found[[6, 10]] == 55).all()
 
 
 def _rows(case: Case, tokens: torch.Tensor | None = None) -> Case:

@@ -30,7 +30,7 @@ _SHORT = f"""({_ALL}) and not longest and not skewed and not past_the_dispatcher
      and not (whoever_shares and chunks)
      and not (every_dtype and prefill and not dtype1)
      and not (segments_in_one_launch and (300 or 515))
-     and not (int8_rows and (default or llama or long or dtype1 or prefill))
+     and not (8_bit_rows and (default or llama or long or dtype1 or prefill))
      and not (rows_by_themselves and not (shape1- or shape6 or shape9 or shape11))
      and not (alone_and_among_128 and (dtype1 or dtype2))
      and not (order_of_a_gpu and dtype1)

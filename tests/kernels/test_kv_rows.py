@@ -9,8 +9,23 @@ import torch
 from support.attention_cases import SEQUENCES, SHAPES, make_case, make_rotary_step
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from multilora_kernels import kv_head_dim, kv_row_size, load_rows, rotary_attention, store_rows
-from multilora_kernels.kv_rows import LARGEST_CODES, SCALE_BYTES, dequantize_rows, quantize_rows
+from multilora_kernels import (
+    KVCodes,
+    copy_blocks,
+    kv_head_dim,
+    kv_row_size,
+    load_rows,
+    rotary_attention,
+    store_rows,
+)
+from multilora_kernels.kv_rows import (
+    LARGEST_CODES,
+    SCALE_BYTES,
+    copy_slots,
+    dequantize_rows,
+    num_kv_heads,
+    quantize_rows,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -116,6 +131,24 @@ def test_what_is_stored_is_loaded_and_nothing_else_is_touched(dtype, most):
     torch.testing.assert_close(load_rows(cache, slots, torch.float32), x, atol=most, rtol=0)
     others = torch.tensor([2, 4, 6, 7, 9])
     assert torch.equal(cache.view(torch.uint8)[others], before.view(torch.uint8)[others])
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_codes_with_their_scales_apart_are_those_of_rows(dtype):
+    x, slots = torch.randn(5, 3, 12, generator=torch.Generator().manual_seed(3)), torch.tensor([8, 1, 0, 5, 3])
+    rows = torch.full((2, 12, 3, kv_row_size(12, dtype)), 77, dtype=torch.uint8).view(dtype)
+    apart = KVCodes.of_rows(rows)
+    assert (kv_head_dim(apart), num_kv_heads(apart), apart.nbytes) == (12, 3, rows.nbytes)
+    for caches in (rows, apart):
+        for layer in range(2):
+            store_rows(x * (layer + 1), caches[layer], slots)
+        copy_blocks(caches, 3, torch.tensor([0, 1]), torch.tensor([3, 2]))
+    assert_same_bytes(apart.rows(), rows)
+    loaded = (load_rows(caches[1], slots, torch.float32) for caches in (rows, apart))
+    assert torch.equal(*loaded)
+    copy_slots(apart[0], apart[1], slots[:2])
+    rows.view(torch.uint8)[1, slots[:2]] = rows.view(torch.uint8)[0, slots[:2]]
+    assert_same_bytes(apart.rows(), rows)
 
 
 @pytest.mark.parametrize("dtype", CODES)

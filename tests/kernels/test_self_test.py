@@ -10,7 +10,7 @@ import torch
 from support.plain_operators import PLAIN_OPERATORS
 
 from multilora_kernels import CodeType, cuda, reference, self_test
-from multilora_kernels.kv_rows import SCALE_BYTES, load_rows, quantize_rows
+from multilora_kernels.kv_rows import KVCodes, load_rows, quantize_rows
 from multilora_kernels.self_test import ExpertShapes, OperatorFault, OperatorShapes, checked_operators
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -32,7 +32,11 @@ SHAPES = OperatorShapes(
     code_types=((CodeType.INT4, 24), (CodeType.INT8, 72), (CodeType.FP8, 72)),
     experts=ExpertShapes(7, 3, 24, 0.9, has_biases=True),
 )
-STORED = [{}, {"kv_dtype": torch.int8, "lora_dtype": torch.float8_e4m3fn}]
+STORED = [
+    {},
+    {"kv_dtype": torch.int8, "lora_dtype": torch.float8_e4m3fn},
+    {"kv_dtype": torch.float8_e4m3fn, "block_size": 64, "contexts": (1, 70)},
+]
 """Changes to SHAPES: the KV cache and adapters as floats, or in codes."""
 ROOM = 0.3
 """A right operator's errors in attention, at most: on a device that we have not seen, other ones round differently."""
@@ -134,19 +138,22 @@ def _stores(change):
 
 def _next_codes(keys, slots):
     if keys.dtype == torch.int8:
-        keys[slots, :, :-SCALE_BYTES] -= keys[slots, :, :-SCALE_BYTES].sign()
+        keys.codes[slots] -= keys.codes[slots].sign()
 
 
 def _doubled_scales(keys, slots):
     """With half of the codes, as if seven bits were all."""
     if keys.dtype == torch.int8:
         x = load_rows(keys, slots, torch.float32)
-        rows = quantize_rows(torch.cat((x, 2 * x.abs().amax(-1, keepdim=True)), -1))
-        keys[slots] = torch.cat((rows[..., : -SCALE_BYTES - 1], rows[..., -SCALE_BYTES:]), -1)
+        rows = KVCodes.of_rows(quantize_rows(torch.cat((x, 2 * x.abs().amax(-1, keepdim=True)), -1)))
+        keys.codes[slots], keys.scales[:, slots] = rows.codes[..., :-1], rows.scales
 
 
 def _others_too(keys, slots):
-    keys[(slots + 1) % len(keys)] = keys[slots]
+    if keys.dtype == torch.int8:
+        keys.codes[(slots + 1) % len(keys)] = keys.codes[slots]
+    else:
+        keys[(slots + 1) % len(keys)] = keys[slots]
 
 
 def _forgets_padding(right):

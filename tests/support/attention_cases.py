@@ -8,7 +8,7 @@ from itertools import takewhile
 import torch
 
 from multilora_kernels import AttentionOptions, PagedSequences
-from multilora_kernels.kv_rows import LARGEST_CODES, quantize_rows, store_rows
+from multilora_kernels.kv_rows import LARGEST_CODES, KVCodes, KVRows, num_kv_heads, quantize_rows, store_rows
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """By the type of the queries and of the result; the values are of order one."""
@@ -22,6 +22,7 @@ SHAPES = {
     "wide group": (71, 1, 8, 5),
     "odd head_dim": (6, 2, 10, 7),
     "no vector's multiple": (5, 5, 90, 1),
+    "odd heads in large blocks": (6, 2, 80, 64),
 }
 # (tokens of the step, keys); single tokens at the beginning are answers', others are of prompts
 SEQUENCES = {
@@ -56,10 +57,15 @@ class Case:
     """One call: queries of all sequences one after another, one cache."""
 
     q: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: KVRows
+    values: KVRows
     sequences: PagedSequences
     options: AttentionOptions
+
+    def as_on_a_gpu(self) -> Case:
+        """With the scales of codes apart."""
+        keys, values = (KVCodes.of_rows(x) if x.dtype in LARGEST_CODES else x for x in (self.keys, self.values))
+        return dataclasses.replace(self, keys=keys, values=values)
 
     def to(self, device: str) -> Case:
         """The same case on another device."""
@@ -68,7 +74,14 @@ class Case:
         sequences = s._replace(block_tables=tables, query_starts=starts, context_lens=contexts)
         of_heads = {name: getattr(self.options, name) for name in ("sinks", "distance_bias")}
         options = self.options._replace(**{k: None if v is None else v.to(device) for k, v in of_heads.items()})
-        return Case(self.q.to(device), self.keys.to(device), self.values.to(device), sequences, options)
+        return Case(self.q.to(device), moved(self.keys, device), moved(self.values, device), sequences, options)
+
+
+def moved(cache: KVRows, device: str) -> KVRows:
+    """The same cache on another device."""
+    if isinstance(cache, KVCodes):
+        return KVCodes(cache.codes.to(device), cache.scales.to(device))
+    return cache.to(device)
 
 
 def make_case(
@@ -124,14 +137,14 @@ class RotaryStep:
     qkv: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: KVRows
+    values: KVRows
     slots: torch.Tensor
 
-    def copied(self, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    def copied(self, dtype: torch.dtype | None = None) -> list[KVRows]:
         """With caches of their own, the floating ones as `dtype` if given."""
-        tensors = [getattr(self, field.name).clone() for field in dataclasses.fields(self)]
-        return [tensor.to(dtype or tensor.dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
+        copies = [getattr(self, field.name).clone() for field in dataclasses.fields(self)]
+        return [x.to(dtype) if dtype and x.dtype in TOLERANCE else x for x in copies]
 
 
 def make_rotary_step(case: Case, dtype: torch.dtype = torch.float32, rotary_dim: int | None = None) -> RotaryStep:
@@ -144,8 +157,8 @@ def make_rotary_step(case: Case, dtype: torch.dtype = torch.float32, rotary_dim:
         slots.append(s.block_tables[row, positions // s.block_size] * s.block_size + positions % s.block_size)
     num_tokens, num_heads, head_dim = case.q.shape
     for cache in (case.keys, case.values):
-        store_rows(torch.full((num_tokens, cache.shape[1], head_dim), torch.nan), cache, torch.cat(slots))
-    heads = num_heads + 2 * case.keys.shape[1]
+        store_rows(torch.full((num_tokens, num_kv_heads(cache), head_dim), torch.nan), cache, torch.cat(slots))
+    heads = num_heads + 2 * num_kv_heads(case.keys)
     qkv = torch.randn(num_tokens, heads * head_dim, generator=generator).to(dtype)
     num_angles = (head_dim if rotary_dim is None else rotary_dim) // 2
     angles = torch.randn(num_tokens, 1, num_angles, generator=generator) * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import tempfile
@@ -13,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.lora_workloads import LinearShape
-from multilora_kernels.cuda.block_sizes import block_sizes
+from multilora_kernels.cuda.block_sizes import KeyKind, block_sizes
 from multilora_kernels.cuda.codes import order_codes_kernel, order_constants
 from multilora_kernels.cuda.decode_attention import decode_constants, decode_kernel
 from multilora_kernels.cuda.elementwise import (
@@ -95,13 +96,15 @@ _SCALARS = dict.fromkeys(["scale", "softcap", "eps", "limit"], "fp32")
 _ALIGNED_INTEGERS = {
     *("in_features", "size", "group_size", "stride_cn"),
     *("stride_xm", "stride_vp", "stride_vs", "stride_vm", "stride_ym"),
-    *("stride_qm", "stride_qh", "stride_ks", "stride_kh", "stride_cm"),
+    *("stride_qm", "stride_qh", "stride_ks", "stride_kh", "stride_sh", "stride_cm"),
 }
 _NO_POINTERS: Mapping[str, str] = {}
 _CODE_ARENA = {"int8": {"arena_ptr": "*i8"}, "fp8": {"arena_ptr": "*u8"}, "int4": {"arena_ptr": "*u8"}}
-_CODE_CACHE = dict.fromkeys(("keys_ptr", "values_ptr", "cache_ptr"), "*i8")
-_CODE_STRIDES = {"stride_ks", "stride_kh"}
-"""Those of codes are no multiples of sixteen, since a scale of four bytes is in each row."""
+_SCALES = dict.fromkeys(("key_scales_ptr", "value_scales_ptr"), "*fp32")
+_CODE_CACHE = {
+    "int8": dict.fromkeys(("keys_ptr", "values_ptr"), "*i8") | _SCALES,
+    "fp8": dict.fromkeys(("keys_ptr", "values_ptr"), "*u8") | _SCALES,
+}
 _NUM_ROWS = 64
 """Of a step: the table may have tiles of their own for fewer."""
 
@@ -117,8 +120,8 @@ class Resources:
     """The resources of one thread, or for shared memory of one program, as the compiled code of a kernel says.
 
     single_loads: instructions that load one number of 16 bits from global memory. wide_loads: those that load 16 bytes
-    to registers. widest_load: bytes of the widest one, to registers or to shared memory. ptx: the code that the
-    assembler takes.
+    to registers. widest_load: bytes of the widest one, to registers or to shared memory. async_loads: bytes of each
+    one to shared memory. ptx: the code that the assembler takes.
     """
 
     registers: int
@@ -128,6 +131,7 @@ class Resources:
     single_loads: int
     wide_loads: int
     widest_load: int
+    async_loads: list[int]
     ptx: str = field(repr=False)
 
     @property
@@ -196,19 +200,18 @@ def decode_resources(
     dtype: str,
     capability: int,
     has_softcap: bool = False,
-    has_codes: bool = False,
+    codes: str = "",
     has_bias: bool = False,
 ) -> Resources:
     """`rotary_attention` of a decode step, with sinks where it has a soft cap.
 
-    group: query heads of a key-value head. has_codes: the cache is of int8. has_bias: there is a bias by distance. The
-    rest as of the others.
+    group: query heads of a key-value head. codes: of the cache, "int8" or "fp8"; "" where it has the dtype. has_bias:
+    there is a bias by distance. The rest as of the others.
     """
-    is_wide = dtype == "fp32"
-    constants = decode_constants(group, head_dim, head_dim, block_size, is_wide, has_softcap, has_codes)
-    constants |= {} if has_softcap else {"sinks_ptr": None}
-    constants |= {} if has_bias else {"distance_bias_ptr": None}
-    return _resources(decode_kernel, constants, dtype, capability, _CODE_CACHE if has_codes else _NO_POINTERS)
+    kind = _key_kind(dtype, codes)
+    constants = decode_constants(group, head_dim, head_dim, block_size, kind, capability, has_softcap)
+    constants |= _without(has_softcap, codes, has_bias)
+    return _resources(decode_kernel, constants, dtype, capability, _CODE_CACHE.get(codes, _NO_POINTERS))
 
 
 def prompt_resources(
@@ -218,20 +221,37 @@ def prompt_resources(
     dtype: str,
     capability: int,
     has_softcap: bool = False,
-    has_codes: bool = False,
+    codes: str = "",
     has_bias: bool = False,
+    has_window: bool = False,
 ) -> Resources:
     """`paged_attention`; arguments as of `decode_resources`."""
-    constants = prompt_constants(group, head_dim, block_size, dtype == "fp32", capability, has_softcap, has_codes)
-    constants |= {} if has_softcap else {"sinks_ptr": None}
-    constants |= {} if has_bias else {"distance_bias_ptr": None}
-    return _resources(prompt_kernel, constants, dtype, capability, _CODE_CACHE if has_codes else _NO_POINTERS)
+    kind = _key_kind(dtype, codes)
+    constants = prompt_constants(group, head_dim, block_size, kind, capability, has_softcap, has_window)
+    constants |= _without(has_softcap, codes, has_bias)
+    return _resources(prompt_kernel, constants, dtype, capability, _CODE_CACHE.get(codes, _NO_POINTERS))
 
 
-def rotation_resources(head_dim: int, dtype: str, capability: int, has_codes: bool = False) -> Resources:
+def _key_kind(dtype: str, codes: str) -> KeyKind:
+    if dtype == "fp32":
+        return "32 bits"
+    return "8 bits" if codes else "16 bits"
+
+
+def _without(has_sinks: bool, codes: str, has_bias: bool) -> dict[str, None]:
+    """Arguments of attention that are not there."""
+    missing = [
+        () if has_sinks else ("sinks_ptr",),
+        () if has_bias else ("distance_bias_ptr",),
+        () if codes else _SCALES,
+    ]
+    return dict.fromkeys(itertools.chain(*missing))
+
+
+def rotation_resources(head_dim: int, dtype: str, capability: int, codes: str = "") -> Resources:
     """The rotation and the writing of the cache; arguments as of the others."""
-    constants = rotation_constants(head_dim, head_dim, is_interleaved=False)
-    return _resources(rotate_and_store_kernel, constants, dtype, capability, _CODE_CACHE if has_codes else _NO_POINTERS)
+    constants = rotation_constants(head_dim, head_dim, is_interleaved=False) | _without(True, codes, True)
+    return _resources(rotate_and_store_kernel, constants, dtype, capability, _CODE_CACHE.get(codes, _NO_POINTERS))
 
 
 def add_rms_norm_resources(size: int, dtype: str, capability: int) -> Resources:
@@ -347,32 +367,20 @@ def _resources(
     registers, stack, local = _usage(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
     single_loads, wide_loads = ptx.count("ld.global.b16"), len(re.findall(r"ld\.global\S*\.v4\.b32", ptx))
-    return Resources(
-        registers,
-        stack + local,
-        compiled.metadata.shared,
-        compiled.metadata.num_warps,
-        single_loads,
-        wide_loads,
-        _widest_load(ptx),
-        ptx,
-    )
-
-
-def _widest_load(ptx: str) -> int:
-    """Bytes of the widest load from global memory."""
+    # Loads from global memory.
     to_registers = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)
     to_shared = re.findall(r"cp\.async\.c[ag]\.shared\.global .*?\], (0x\w+|\d+)", ptx)
-    widths = [int(count or 1) * int(bits) // 8 for count, bits in to_registers]
-    return max([*widths, *(int(size, 0) for size in to_shared)], default=0)
+    widths, sizes = [int(count or 1) * int(bits) // 8 for count, bits in to_registers], [int(x, 0) for x in to_shared]
+    widest = max([*widths, *sizes], default=0)
+    used = (registers, stack + local, compiled.metadata.shared, compiled.metadata.num_warps)
+    return Resources(*used, single_loads, wide_loads, widest, sizes, ptx)
 
 
 def _source(kernel: Any, constants: Mapping[str, Any], dtype: str, pointers: Mapping[str, str]) -> Any:
     """pointers: the types of some arguments that differ from the usual ones."""
     names = kernel.arg_names
     types = {name: pointers.get(name, _type(name, dtype)) for name in names}
-    integers = _ALIGNED_INTEGERS - (_CODE_STRIDES if pointers else set())
-    aligned = [name for name in names if name not in constants and (name.endswith("_ptr") or name in integers)]
+    aligned = [name for name in names if name not in constants and (name.endswith("_ptr") or name in _ALIGNED_INTEGERS)]
     return triton.compiler.ASTSource(
         kernel,
         types | dict.fromkeys(constants, "constexpr"),

@@ -1,6 +1,6 @@
 """Answers of a tiny engine on CPU tensors, by whatever operators serve them in this process.
 
-`python -m support.interpreted_engine MODEL TOKENIZER LORA_DTYPE` prints them as JSON, of asynchronous steps.
+`python -m support.interpreted_engine MODEL TOKENIZER OPTIONS` prints them as JSON, of asynchronous steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from checkpoints.tiny_llama import VOCAB_SIZE
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.lora.format import pack_adapter, pack_peft
-from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_wire.layout import AdapterLayout
 from multilora_wire.module_names import (
@@ -123,9 +122,8 @@ def answer(engine: Engine) -> dict[str, list[int]]:
     return {name: answer.token_ids for name, answer in answers.items()}
 
 
-def main(model: str, tokenizer: str, lora_dtype: str) -> None:
-    lora = LoRAConfig(lora_dtype=lora_dtype)  # type: ignore[arg-type]
-    engine = make_engine(Path(model), Path(tokenizer), enable_async_scheduling=True, lora=lora)
+def main(model: str, tokenizer: str, options: str) -> None:
+    engine = make_engine(Path(model), Path(tokenizer), enable_async_scheduling=True, **json.loads(options))
     sys.stdout.write(json.dumps(answer(engine)))
 
 

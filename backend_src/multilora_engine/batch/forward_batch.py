@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from multilora_kernels import LoRASegments, LoRATables, PagedSequences, TokenRowTables, step_segments
+from multilora_kernels import KVRows, LoRASegments, LoRATables, PagedSequences, TokenRowTables, step_segments
 
 
 @dataclass(frozen=True)
@@ -171,17 +171,24 @@ class KVCache:
     """Keys and values of every layer, addressed by slot: slot = block * block_size + position inside the block.
 
     keys, values: [num_layers, num_blocks * block_size, num_kv_heads, head_dim], in a floating dtype, or as int8 or
-    float8_e4m3fn codes. The bytes of a scale follow the head_dim codes of a head: see `multilora_kernels.kv_rows`.
+    float8_e4m3fn codes with scales: see `multilora_kernels.kv_rows`.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: KVRows
+    values: KVRows
+
+    @property
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as a CPU has them."""
+        assert isinstance(self.keys, torch.Tensor)
+        assert isinstance(self.values, torch.Tensor)
+        return self.keys, self.values
 
     @property
     def num_bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 
     @cached_property
-    def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def layers(self) -> list[tuple[KVRows, KVRows]]:
         """Keys and values of each layer. They are made once: to make the views takes as long as some kernels."""
-        return list(zip(self.keys, self.values, strict=True))
+        return [(self.keys[layer], self.values[layer]) for layer in range(len(self.keys))]

@@ -117,11 +117,6 @@ def choose_kv_cache_dtype(
     if config.kv_cache_dtype == "auto":
         return dtype
     coded = _CODED_CACHE_DTYPES.get(config.kv_cache_dtype)
-    if coded == torch.float8_e4m3fn and device.type != "cpu":
-        raise ConfigError(
-            "parameter kv_cache_dtype=fp8: it is for CPUs; write kv_cache_dtype=int8, which takes the same memory and "
-            "rounds keys and values less"
-        )
     chosen = coded or TORCH_DTYPES[config.kv_cache_dtype]
     if coded is None and chosen != dtype and dtype != torch.float32:
         raise ConfigError(
@@ -193,8 +188,9 @@ def build_model_runner(
     has_graphs = may_have_graphs(config, device, model.config)
     group = only_group(model.kv_groups)
     num_slots = (plan.num_blocks + has_graphs) * config.block_size
-    shape = group.cache_shape(num_slots, plan.kv_dtype)
-    kv_cache = KVCache(_zeros(shape, plan.kv_dtype, device), _zeros(shape, plan.kv_dtype, device))
+    # A GPU takes its memory at once, and a CPU's `MemoryAhead` as it is used.
+    zeros = HugePages().zeros if device.type == "cpu" else None
+    kv_cache = KVCache(*(group.cache(num_slots, plan.kv_dtype, device, zeros) for _ in range(2)))
     if device.type == "cuda":
         max_sizes = (config.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len)
         warm_up(model, kv_cache, loras.tables, *max_sizes, config.block_size, config.max_num_encoder_tokens)
@@ -205,7 +201,7 @@ def build_model_runner(
         if model.config.general is None:
             pool = torch.cuda.graph_pool_handle()
             pieces = capture_pieces(model, kv_cache, config, plan, loras.tables, CudaPieces(pool), check)
-    memory = MemoryAhead(kv_cache.keys, kv_cache.values) if device.type == "cpu" else None
+    memory = None if has_gpu_operators(device) else MemoryAhead(*kv_cache.rows)
     counts = None
     if device.type == "cuda" or config.enable_async_scheduling is True:
         counts = TokenCounts(config.max_num_seqs, model.config.vocab_size, device)
@@ -215,11 +211,6 @@ def build_model_runner(
 def may_have_graphs(config: EngineConfig, device: torch.device, model: ModelConfig) -> bool:
     """Whether steps are to be captured as CUDA graphs. The steps of encoder-decoder models are not."""
     return config.enable_cuda_graphs is not False and device.type == "cuda" and model.source is None
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory that a GPU takes at once, and a CPU's `MemoryAhead` as it is used."""
-    return HugePages().zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
 def capture_graphs(

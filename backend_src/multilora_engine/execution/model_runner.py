@@ -21,7 +21,7 @@ from multilora_engine.sampling.sampler import Best, Choice
 from multilora_engine.sampling.token_counts import DeviceTokens, TokenCounts
 from multilora_engine.sequences.prompt_log_probs import PromptLogProbs
 from multilora_engine.sequences.sequence import BlockCopy, BlockTable, ScheduledSequence, Sequence, Source
-from multilora_kernels import MemoryAhead
+from multilora_kernels import MemoryAhead, copy_blocks
 
 
 class ModelRunner:
@@ -117,10 +117,7 @@ class ModelRunner:
         pairs = to_device(torch.tensor([(copy.source, copy.target) for copy in copies]), self._device)
         sources, targets = pairs.unbind(1)
         for cache in (self._kv_cache.keys, self._kv_cache.values):
-            # As bytes where they are codes: PyTorch copies no blocks of float8.
-            elements = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
-            blocks = elements.view(cache.shape[0], -1, self._block_size, *cache.shape[2:])
-            blocks[:, targets] = blocks[:, sources]
+            copy_blocks(cache, self._block_size, sources, targets)
 
     def build_batch(self, step: list[ScheduledSequence], before: Choice | None = None) -> ForwardBatch:
         """The tensors of a step. `step`: the tokens of answers first, as scheduled. before: as for `launch`."""

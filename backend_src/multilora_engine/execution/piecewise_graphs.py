@@ -19,7 +19,7 @@ from multilora_engine.batch.forward_batch import ForwardBatch, KVCache, TokenLoR
 from multilora_engine.execution.cuda_graphs import Run
 from multilora_engine.models.layers import Attention
 from multilora_engine.models.model import HiddenStates, Model
-from multilora_kernels import LoRATables, StepInputs, fill_step_inputs
+from multilora_kernels import KVRows, LoRATables, StepInputs, fill_step_inputs
 
 _SIZE_STEP, _MAX_SIZE = 64, 512
 _BASE_MODEL = -1
@@ -50,7 +50,7 @@ class _Capture:
     """The pieces of one size, the attention between each two with its cache, and the rows after the last layer."""
 
     pieces: list[Run]
-    attentions: list[tuple[Attention, torch.Tensor, torch.Tensor]]
+    attentions: list[tuple[Attention, KVRows, KVRows]]
     hidden_states: HiddenStates
 
 
@@ -109,7 +109,7 @@ class PiecewiseGraphs:
         capture = _Capture([], [], (self._heads, self._heads))
         batch = self._batch(size, has_adapters)
 
-        def interrupt(layer: Attention, qkv: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        def interrupt(layer: Attention, qkv: torch.Tensor, keys: KVRows, values: KVRows) -> torch.Tensor:
             self._qkv[:size] = qkv
             capture.pieces.append(pieces.end())
             capture.attentions.append((layer, keys, values))

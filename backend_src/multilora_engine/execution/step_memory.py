@@ -65,8 +65,8 @@ def step_memory(
 
 def trial_cache(model: Model, block_size: int, kv_dtype: torch.dtype, device: torch.device) -> KVCache:
     """Of one block."""
-    shape = only_group(model.kv_groups).cache_shape(block_size, kv_dtype)
-    return KVCache(*(torch.zeros(shape, dtype=kv_dtype, device=device) for _ in range(2)))
+    group = only_group(model.kv_groups)
+    return KVCache(*(group.cache(block_size, kv_dtype, device) for _ in range(2)))
 
 
 def graph_memory(capture: Callable[[list[int]], object], sizes: list[int], measure: MeasureKept) -> int:

@@ -13,7 +13,7 @@ from multilora_engine.models.decoder import Architecture
 from multilora_engine.models.layers import Attention, GatedMLP, LayerInputs
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.norms import LayerNorm
-from multilora_kernels import PackedLayer
+from multilora_kernels import KVRows, PackedLayer
 
 
 class Cohere2Layer:
@@ -28,7 +28,7 @@ class Cohere2Layer:
         return None
 
     def forward(
-        self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, inputs: LayerInputs
+        self, x: torch.Tensor, update: torch.Tensor, keys: KVRows, values: KVRows, inputs: LayerInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, x = self._norm.add(x, update)
         return x, self.attention.forward(normed, keys, values, inputs) + self._mlp.forward(normed, inputs.lora)

@@ -143,7 +143,7 @@ class Decoder:
         has_own_head = batch.outer is not None and batch.outer.changes_head
         if inputs.layer_steps and not has_own_head and (decoder := self._packed()).has_head:
             rows = None if batch.wants_all_rows else batch.logits_indices
-            logits = decoder_logits(decoder, inputs.layer_steps, (kv_cache.keys, kv_cache.values), x, rows, on_layer)
+            logits = decoder_logits(decoder, inputs.layer_steps, kv_cache.rows, x, rows, on_layer)
             if logits is not None:
                 return self._finished(logits)
         return self.logits(self._run_layers(x, kv_cache, inputs, on_layer), batch.logits_indices, batch.lora)
@@ -202,8 +202,7 @@ class Decoder:
     ) -> HiddenStates:
         update = torch.zeros_like(x)
         if inputs.layer_steps:
-            cache = (kv_cache.keys, kv_cache.values)
-            done = decoder_layers(self._packed(), inputs.layer_steps, cache, x, update, on_layer)
+            done = decoder_layers(self._packed(), inputs.layer_steps, kv_cache.rows, x, update, on_layer)
             if done is not None:
                 return done
         for layer, (keys, values) in zip(self.layers, kv_cache.layers, strict=True):

@@ -20,7 +20,7 @@ from multilora_engine.models.model import HiddenStates
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.norms import Norm
 from multilora_engine.models.weights import WeightFormat
-from multilora_kernels import AttentionOptions, PackedLayer, paged_attention, store_rows
+from multilora_kernels import AttentionOptions, KVRows, PackedLayer, paged_attention, store_rows
 
 _LOGITS_BIAS = "final_logits_bias"
 
@@ -132,8 +132,8 @@ class EncoderDecoderAttention:
     def store(
         self,
         encoded: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: KVRows,
+        values: KVRows,
         slots: torch.Tensor,
         lora: LoRABatch | None,
     ) -> None:
@@ -142,7 +142,7 @@ class EncoderDecoderAttention:
         store_rows(k, keys, slots)
         store_rows(v, values, slots)
 
-    def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, inputs: LayerInputs) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, keys: KVRows, values: KVRows, inputs: LayerInputs) -> torch.Tensor:
         """x: [num_tokens, hidden_size]. keys, values: this layer's cache, which has the sources."""
         assert inputs.cross is not None
         q = self._q.forward(x, inputs.lora).unflatten(1, self._heads)
@@ -167,7 +167,7 @@ class CrossDecoderLayer:
         return None
 
     def forward(
-        self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, inputs: LayerInputs
+        self, x: torch.Tensor, update: torch.Tensor, keys: KVRows, values: KVRows, inputs: LayerInputs
     ) -> HiddenStates:
         parts: tuple[Part, ...] = (
             lambda y: self.attention.forward(y, keys, values, inputs),

@@ -18,6 +18,7 @@ from multilora_engine.models.weights import ExpertStack
 from multilora_kernels import (
     AttentionOptions,
     ExpertLoRA,
+    KVRows,
     LayerStep,
     PackedLayer,
     PagedSequences,
@@ -39,7 +40,7 @@ def mlp_paths(linears: Sequence[str], mlp: str = "mlp") -> tuple[str, ...]:
     return tuple(f"{mlp}.{name}" for name in linears)
 
 
-Attend = Callable[["Attention", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[["Attention", torch.Tensor, KVRows, KVRows], torch.Tensor]
 """The heads of an attention's queries, from its queries, keys and values side by side, and its layer's cache."""
 
 
@@ -66,8 +67,8 @@ class LayerInputs:
         self,
         layer: Attention,
         qkv: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: KVRows,
+        values: KVRows,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Turn queries and keys, store keys and values, then softmax(scale q K^T + mask) V over each sequence's keys.
@@ -150,7 +151,7 @@ class Attention:
         )
         self._sizes = (config.q_size, config.kv_size, config.kv_size)
 
-    def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, inputs: LayerInputs) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, keys: KVRows, values: KVRows, inputs: LayerInputs) -> torch.Tensor:
         """x: [num_tokens, hidden_size]. keys, values: this layer's cache, written in place."""
         qkv = self._normalised(self.qkv.forward(x, inputs.lora))
         return self.o.forward(inputs.attend(self, qkv, keys, values), inputs.lora)
@@ -291,7 +292,7 @@ class Layer(Protocol):
         ...
 
     def forward(
-        self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, inputs: LayerInputs
+        self, x: torch.Tensor, update: torch.Tensor, keys: KVRows, values: KVRows, inputs: LayerInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x, and the update that the layer before owes it; returns the same for the next layer."""
         ...
@@ -309,7 +310,7 @@ class PreNormLayer:
         return None
 
     def forward(
-        self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, inputs: LayerInputs
+        self, x: torch.Tensor, update: torch.Tensor, keys: KVRows, values: KVRows, inputs: LayerInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, x = self.attention_norm.add(x, update)
         update = self._scaled(self.attention.forward(normed, keys, values, inputs))
@@ -332,7 +333,7 @@ class SandwichLayer:
         return None
 
     def forward(
-        self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, inputs: LayerInputs
+        self, x: torch.Tensor, update: torch.Tensor, keys: KVRows, values: KVRows, inputs: LayerInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, x = self._before[0].add(x, update)
         update = self._after[0].forward(self.attention.forward(normed, keys, values, inputs))

@@ -13,7 +13,9 @@ from multilora_engine.batch.forward_batch import ForwardBatch, KVCache, TokenLoR
 from multilora_engine.models.layers import Attend, LayerInputs
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.weights import Destination, ReadablePlace, WeightSwitch
-from multilora_kernels import kv_row_size
+from multilora_kernels import KVCodes, KVRows, kv_row_size
+from multilora_kernels.interpreter import has_gpu_operators
+from multilora_kernels.kv_rows import LARGEST_CODES
 from multilora_wire.sites import ModelSites
 
 
@@ -36,6 +38,15 @@ class KVGroup:
     def cache_shape(self, num_slots: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
         """The shape of a `KVCache`'s keys, and of its values, in a dtype."""
         return self.num_layers, num_slots, self.num_kv_heads, kv_row_size(self.head_dim, dtype)
+
+    def cache(
+        self, num_slots: int, dtype: torch.dtype, device: torch.device, zeros: Callable[..., torch.Tensor] | None = None
+    ) -> KVRows:
+        """The keys of a `KVCache`, or its values, full of zeros. zeros: makes a tensor of a shape and a dtype."""
+        shape = self.cache_shape(num_slots, dtype)
+        if dtype in LARGEST_CODES and has_gpu_operators(device):
+            return KVCodes.zeros(shape, dtype, device)
+        return torch.zeros(shape, dtype=dtype, device=device) if zeros is None else zeros(shape, dtype)
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes that one token keeps in all layers of the group, keys and values together."""

@@ -7,7 +7,7 @@ import torch
 from multilora_engine.models.builder import Builder
 from multilora_engine.models.decoder import Architecture
 from multilora_engine.models.layers import Attention, GatedMLP, LayerInputs, WholeNorm
-from multilora_kernels import PackedLayer
+from multilora_kernels import KVRows, PackedLayer
 
 
 class Olmo2Layer:
@@ -23,7 +23,7 @@ class Olmo2Layer:
         return None
 
     def forward(
-        self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, inputs: LayerInputs
+        self, x: torch.Tensor, update: torch.Tensor, keys: KVRows, values: KVRows, inputs: LayerInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x = x + update
         x = x + self._attention_norm.forward(self.attention.forward(x, keys, values, inputs))

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from multilora_kernels.cuda import decode_attention, prompt_attention
+from multilora_kernels.cuda.kv_rows import parts_of
 from multilora_kernels.cuda.rotation import rotate_and_store
-from multilora_kernels.kv_rows import kv_head_dim
+from multilora_kernels.kv_rows import KVRows, kv_head_dim, num_kv_heads
 
 
 def paged_attention(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: KVRows,
+    values: KVRows,
     *fields: Any,
 ) -> torch.Tensor:
     """See `multilora_kernels.attention.paged_attention`."""
@@ -32,25 +33,23 @@ def rotary_attention(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: KVRows,
+    values: KVRows,
     slots: torch.Tensor,
     block_tables: torch.Tensor,
     *fields: Any,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `multilora_kernels.attention.rotary_attention`.
-
-    With a cache of int8, head_dim must be a multiple of SCALE_BYTES, because a scale is written at once.
-    """
-    assert qkv.stride(1) == keys.stride(2) == block_tables.stride(1) == 1
-    assert keys.stride() == values.stride()
+    """See `multilora_kernels.attention.rotary_attention`."""
+    rows, value_rows = parts_of(keys)[0], parts_of(values)[0]
+    assert qkv.stride(1) == rows.stride(2) == block_tables.stride(1) == 1
+    assert rows.stride() == value_rows.stride()
     assert cos.stride() == sin.stride()
     assert cos.stride(2) == 1 or cos.shape[2] == 0
     *sequences_and_options, is_interleaved = fields
     num_decodes = sequences_and_options[2]
     step = (qkv, cos, sin, keys, values, slots)
-    width = qkv.shape[1] - 2 * keys.shape[1] * kv_head_dim(keys)
+    width = qkv.shape[1] - 2 * num_kv_heads(keys) * kv_head_dim(keys)
     out = qkv.new_empty(len(qkv), width) if out is None else out
     assert out.shape == (len(qkv), width)
     assert out.is_contiguous()

@@ -16,6 +16,9 @@ change the tiles of a sum.
         {"max_rank": 16, "max_width": 4096, "sizes": {"num_warps": 8},
          "by_rows": [{"max_rows": 8, "sizes": {"BLOCK_N": 256}}]}]}}
 
+Attention has a regime by the type of keys. A plan of its entries has `max_head_dim` and may have `max_group`, the query
+heads of a key-value head.
+
 Programs of prompts expand 64 outputs. With 128 they spill on three of six architectures, or use so many registers that
 half as many warps run. On sm_80 eight warps share a program, because with four it spills for ranks up to 16.
 """
@@ -33,6 +36,10 @@ from multilora_kernels.cuda.integers import next_power_of_2
 from multilora_kernels.segments import CHUNK_SIZE, ROWS
 
 Operator = Literal["shrink", "expand", "update"]
+AttentionOperator = Literal["decode_attention", "prompt_attention"]
+KeyKind = Literal["8 bits", "16 bits", "32 bits"]
+"""Of keys and values: "32 bits" where they or the queries are float32, else the size of an element."""
+
 Regime = Literal["rows", "decode", "prefill"]
 BlockSizes = dict[str, int]
 """Keyword arguments of a kernel launch: BLOCK_* sizes, num_warps, num_stages and other options of the compiler."""
@@ -81,6 +88,22 @@ def takes_rows(num_rows: int, max_rank: int, capability: int) -> bool:
     entry = _table(capability)["update", "rows"]
     limits = entry.sizes | entry.plan(max_rank, 0).get("sizes", {})
     return num_rows <= int(limits["max_rows"])
+
+
+def attention_sizes(
+    operator: AttentionOperator, kind: KeyKind, group: int, head_dim: int, capability: int
+) -> BlockSizes:
+    """Tile sizes of attention. group: query heads of a key-value head. capability: 90 for sm_90."""
+    entry = _table(capability)[operator, kind]
+    serving = (p for p in entry.plans if group <= p.get("max_group", group) and head_dim <= p["max_head_dim"])
+    return entry.sizes | next((plan["sizes"] for plan in serving), {})
+
+
+def key_kind(*dtypes: torch.dtype) -> KeyKind:
+    """dtypes: of queries, and of keys and values."""
+    if torch.float32 in dtypes:
+        return "32 bits"
+    return "8 bits" if any(dtype.itemsize == 1 for dtype in dtypes) else "16 bits"
 
 
 def entry_with_plans(

@@ -1,9 +1,10 @@
 """Attention of decoding sequences, one query each over the paged cache, in one launch with the steps before it.
 
-A long context is cut into splits, each with a program of its own (flash-decoding, pytorch.org/blog/flash-decoding). The
-last program of a sequence's key-value head to end adds the splits, in their order. The cuts depend only on the
-sequence's own context, so its bits do not depend on the rest of the batch. Each program rotates the queries that it
-needs. The program of the newest key first rotates and stores this key, so that no program reads another's keys.
+A long context is cut into splits (flash-decoding, pytorch.org/blog/flash-decoding). A program takes one split, or where
+many sequences decode some neighbouring ones, one after another. The last program of a sequence's key-value head to end
+adds the splits, in their order. The cuts depend only on the sequence's own context, so its bits do not depend on the
+rest of the batch. Each program rotates the queries that it needs. The program of the newest key first rotates and
+stores this key, so that no program reads another's keys.
 """
 
 from __future__ import annotations
@@ -14,27 +15,33 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels.cuda.block_sizes import KeyKind, attention_sizes, capability, key_kind
 from multilora_kernels.cuda.integers import cdiv, next_power_of_2
-from multilora_kernels.cuda.key_tiles import add_keys
-from multilora_kernels.cuda.kv_rows import store_row
+from multilora_kernels.cuda.key_tiles import add_keys, load_slots
+from multilora_kernels.cuda.kv_rows import parts_of, store_rows
 from multilora_kernels.cuda.rotation import load_turned
 from multilora_kernels.cuda.tiles import LOG2_OF_E
-from multilora_kernels.kv_rows import kv_head_dim
+from multilora_kernels.kv_rows import KVRows, kv_head_dim
 from multilora_kernels.streams import MAX_COUNTERS, counters
 
-MAX_SPLITS = tl.constexpr(16)
+_MAX_SPLITS = tl.constexpr(16)
 """Sixteen splits of eight key-value heads fill a GPU even when one sequence decodes alone."""
 
-MIN_SPLIT_SIZE = tl.constexpr(256)
-"""The keys of the smallest split. Fewer would not pay for their share of the adding."""
+_PROGRAMS = 1024
+"""About so many programs fill a GPU some times over. Each program more begins and ends once more, and of those that a
+captured step launches many find no keys.
+"""
+
+_ADDED_AT_ONCE = tl.constexpr(4)
+"""Splits whose loads do not wait for one another."""
 
 
 def decode(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: KVRows,
+    values: KVRows,
     slots: torch.Tensor,
     out: torch.Tensor,
     block_tables: torch.Tensor,
@@ -50,23 +57,34 @@ def decode(
     is_interleaved: bool,
 ) -> None:
     """The rows of `out` of the first `num_decodes` sequences, as `attention.rotary_attention` says; others stay."""
-    num_sequences, num_kv_heads, head_dim = num_decodes, keys.shape[1], kv_head_dim(keys)
+    (key_rows, key_scales), (value_rows, value_scales) = parts_of(keys), parts_of(values)
+    num_sequences, num_kv_heads, head_dim = num_decodes, key_rows.shape[1], kv_head_dim(keys)
     group = qkv.shape[1] // head_dim // num_kv_heads - 2
     assert num_sequences * num_kv_heads <= MAX_COUNTERS
-    max_keys = block_tables.shape[1] * block_size
-    num_splits = min(MAX_SPLITS.value, cdiv(min(window or max_keys, max_keys), MIN_SPLIT_SIZE.value))
-    sums = qkv.new_empty(num_sequences, num_kv_heads * group, num_splits, head_dim, dtype=torch.float32)
-    stats = qkv.new_empty(num_sequences, num_kv_heads * group, num_splits, 2, dtype=torch.float32)
-    is_wide = torch.float32 in (qkv.dtype, keys.dtype)
     constants = decode_constants(
-        group, head_dim, cos.shape[2], block_size, is_wide, softcap > 0, keys.dtype == torch.int8, is_interleaved
+        group,
+        head_dim,
+        cos.shape[2],
+        block_size,
+        key_kind(qkv.dtype, keys.dtype),
+        capability(qkv.device),
+        softcap > 0,
+        is_interleaved,
     )
-    decode_kernel[num_sequences, num_kv_heads, num_splits](
+    num_splits = _most_splits(block_tables.shape[1] * block_size, window, constants)
+    programs = max(1, min(num_splits, _PROGRAMS // (num_sequences * num_kv_heads)))
+    # One program that takes all splits adds them in registers.
+    parts = (num_sequences, num_kv_heads * group, num_splits if programs > 1 else 0)
+    sums = qkv.new_empty(*parts, head_dim, dtype=torch.float32)
+    stats = qkv.new_empty(*parts, 2, dtype=torch.float32)
+    decode_kernel[num_sequences, num_kv_heads, programs](
         qkv,
         cos,
         sin,
-        keys,
-        values,
+        key_rows,
+        value_rows,
+        key_scales,
+        value_scales,
         slots,
         block_tables,
         query_starts,
@@ -81,13 +99,23 @@ def decode(
         softcap,
         window,
         0 if distance_bias is None else distance_bias.shape[1],
+        num_splits,
         qkv.stride(0),
         cos.stride(0),
-        keys.stride(0),
-        keys.stride(1),
+        key_rows.stride(0),
+        key_rows.stride(1),
+        0 if key_scales is None else key_scales.stride(0),
         block_tables.stride(0),
         **constants,
     )
+
+
+def _most_splits(max_keys: int, window: int, constants: dict[str, Any]) -> int:
+    """Of any sequence of at most so many keys."""
+    # The first of a window's keys may lie anywhere in its tile.
+    tile: int = constants["BLOCK_N"]
+    num_tiles = cdiv(min(window + tile if window else max_keys, max_keys), tile)
+    return min(int(_MAX_SPLITS.value), cdiv(num_tiles, constants["SPLIT_TILES"]))
 
 
 def decode_constants(
@@ -95,16 +123,18 @@ def decode_constants(
     head_dim: int,
     rotary_dim: int,
     block_size: int,
-    is_wide: bool,
+    kind: KeyKind,
+    capability: int,
     has_softcap: bool = False,
-    has_codes: bool = False,
     is_interleaved: bool = False,
 ) -> dict[str, Any]:
     """The constants of the kernel.
 
-    group: query heads of a key-value head. is_wide: float32 is among it. has_codes: the cache is of int8.
+    group: query heads of a key-value head. kind: of keys and values. capability: of the GPU, 90 for sm_90.
     """
-    block_d = max(16, next_power_of_2(head_dim))
+    sizes = attention_sizes("decode_attention", kind, group, head_dim, capability)
+    # Addresses of several blocks take registers.
+    sizes["BLOCK_N"] = min(sizes["BLOCK_N"], max(16, next_power_of_2(block_size)))
     return {
         "HAS_SOFTCAP": has_softcap,
         "GROUP": group,
@@ -114,23 +144,21 @@ def decode_constants(
         "BLOCK_SIZE": block_size,
         # Tensor cores take at least sixteen of each.
         "BLOCK_M": max(16, next_power_of_2(group)),
-        # Codes are loaded by four, whose places take the registers of more keys.
-        "BLOCK_N": 16 if is_wide or has_codes else 64,
-        "BLOCK_D": block_d,
-        "num_warps": 4 if block_d <= 128 else 8,
-        # Registers that a further stage of float32 takes are those of a softcap, or of a wide head.
-        "num_stages": 3 if not is_wide else 1 if block_d > 128 else 2 if has_softcap else 3,
-    }
+        "BLOCK_D": max(16, next_power_of_2(head_dim)),
+        "SPLIT_TILES": sizes.pop("SPLIT_KEYS") // sizes["BLOCK_N"],
+    } | sizes
 
 
 # A step's longest context decides on it: one that is 1 or a multiple of 16 would be a kernel of its own.
-@triton.jit(do_not_specialize=["stride_bm", "num_distances"])
+@triton.jit(do_not_specialize=["stride_bm", "num_distances", "num_splits"])
 def decode_kernel(
     qkv_ptr,
     cos_ptr,
     sin_ptr,
     keys_ptr,
     values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     slot_ptr,
     block_table_ptr,
     query_start_ptr,
@@ -145,10 +173,12 @@ def decode_kernel(
     softcap,
     window,
     num_distances,
+    num_splits,
     stride_xm,
     stride_cm,
     stride_ks,
     stride_kh,
+    stride_sh,
     stride_bm,
     HAS_SOFTCAP: tl.constexpr,
     GROUP: tl.constexpr,
@@ -159,18 +189,28 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SPLIT_TILES: tl.constexpr,
 ):
-    """One program: all query heads of one key-value head of a sequence, one split of its keys."""
+    """One program: all query heads of one key-value head of a sequence, some splits of its keys."""
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
     token = tl.load(query_start_ptr + sequence)
     context = tl.load(context_len_ptr + sequence)
-    first_key, split_size = _splits(context, window)
-    start = first_key + split * split_size
-    if start >= context:
+    first_key = tl.where(window > 0, tl.maximum(context - window, 0), 0)
+    # Tiles begin at multiples of their size.
+    before = first_key // BLOCK_N
+    num_tiles = (context + BLOCK_N - 1) // BLOCK_N - before
+    split_tiles = tl.maximum((num_tiles + _MAX_SPLITS - 1) // _MAX_SPLITS, SPLIT_TILES)
+    num_used = (num_tiles + split_tiles - 1) // split_tiles
+    taken = (num_used + tl.num_programs(2) - 1) // tl.num_programs(2)
+    split = tl.program_id(2) * taken
+    if split >= num_used:
         return
-    end = tl.minimum(start + split_size, context)
+    has_all = taken == num_used
+    first_tile = before + split * split_tiles
+    end_tile = before + tl.minimum((split + taken) * split_tiles, num_tiles)
+    table = block_table_ptr + sequence * stride_bm
+    slots = load_slots(table, first_tile * BLOCK_N, context, first_key, BLOCK_N, BLOCK_SIZE)
 
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
@@ -178,85 +218,105 @@ def decode_kernel(
     num_heads = tl.num_programs(1) * GROUP
     x_row = qkv_ptr + token * stride_xm
     cos_row, sin_row = cos_ptr + token * stride_cm, sin_ptr + token * stride_cm
-    if end == context:
+    if end_tile == before + num_tiles:
         new = x_row + (num_heads + kv_head) * HEAD_DIM
-        place = tl.load(slot_ptr + token) * stride_ks + kv_head * stride_kh
-        k = load_turned(new, dims, cos_row, sin_row, True, HEAD_DIM, ROTARY_DIM, IS_INTERLEAVED)
-        store_row(keys_ptr + place, k, dims, HEAD_DIM)
-        v = tl.load(new + tl.num_programs(1) * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
-        store_row(values_ptr + place, v, dims, HEAD_DIM)
+        one = tl.zeros((1,), dtype=tl.int32)
+        slot = tl.load(slot_ptr + token) + one
+        place, scale_place = slot * stride_ks + kv_head * stride_kh, slot + kv_head * stride_sh
+        k = load_turned(new, dims[None, :], cos_row, sin_row, True, HEAD_DIM, ROTARY_DIM, IS_INTERLEAVED)
+        store_rows(keys_ptr, key_scales_ptr, place, scale_place, k, dims, one == 0, HEAD_DIM)
+        new += tl.num_programs(1) * HEAD_DIM
+        v = tl.load(new + dims[None, :], mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        store_rows(values_ptr, value_scales_ptr, place, scale_place, v, dims, one == 0, HEAD_DIM)
         # Other threads read them below.
         tl.debug_barrier()
+    is_head = rows < GROUP
     q_rows = (x_row + heads * HEAD_DIM)[:, None]
-    is_head = (rows < GROUP)[:, None]
-    q = load_turned(q_rows, dims[None, :], cos_row, sin_row, is_head, HEAD_DIM, ROTARY_DIM, IS_INTERLEAVED)
-    table = block_table_ptr + sequence * stride_bm
-    bias_rows = tl.where(rows < GROUP, heads, 0) * num_distances
+    q = load_turned(q_rows, dims[None, :], cos_row, sin_row, is_head[:, None], HEAD_DIM, ROTARY_DIM, IS_INTERLEAVED)
+    bias_rows = tl.where(is_head, heads, 0) * num_distances
     queries = tl.full((BLOCK_M,), context - 1, dtype=tl.int64)
 
+    if sinks_ptr is None:
+        all_top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        all_weights = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    else:
+        all_top = tl.load(sinks_ptr + heads, mask=is_head, other=0.0).to(tl.float32) * LOG2_OF_E
+        all_weights = tl.full((BLOCK_M,), 1.0, dtype=tl.float32)
+    result = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    # The results of a split: the weighted sum of its values, its largest score, and the sum of its weights.
+    total = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     weight_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    total = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    for position in range(start, end, BLOCK_N):
+    tile_mask = is_head[:, None] & (dims < HEAD_DIM)[None, :]
+    keys_ptr += kv_head * stride_kh
+    values_ptr += kv_head * stride_kh
+    if key_scales_ptr is not None:
+        key_scales_ptr += kv_head * stride_sh
+        value_scales_ptr += kv_head * stride_sh
+    left = split_tiles
+    # One loop over the tiles of all splits: the loads of a split's first tiles do not wait for the end of another.
+    for tile in range(first_tile, end_tile):
+        position = tile * BLOCK_N
+        next_slots = load_slots(table, position + BLOCK_N, context, first_key, BLOCK_N, BLOCK_SIZE)
         positions = position + tl.arange(0, BLOCK_N)
-        is_key = positions < end
+        is_key = (positions >= first_key) & (positions < context)
         total, top, weight_sum = add_keys(
-            total, top, weight_sum, q, keys_ptr, values_ptr, table, positions, is_key, None, 0,
-            distance_bias_ptr, bias_rows, num_distances, queries, dims, kv_head, stride_ks, stride_kh, scale, softcap,
-            HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE, tl.float32,
+            total, top, weight_sum, q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slots, positions, is_key,
+            None, 0, distance_bias_ptr, bias_rows, num_distances, queries, dims, stride_ks, scale, softcap,
+            HAS_SOFTCAP, HEAD_DIM, BLOCK_N, BLOCK_SIZE, tl.float32,
         )  # fmt: skip
+        slots = next_slots
+        left -= 1
+        if (left == 0) | (tile + 1 == end_tile):
+            if has_all:
+                result, all_top, all_weights = _added(result, all_top, all_weights, total, top, weight_sum)
+            else:
+                part = (sequence * num_heads + heads) * num_splits + split
+                tl.store(sums_ptr + part[:, None] * HEAD_DIM + dims[None, :], total, mask=tile_mask)
+                tl.store(stats_ptr + part * 2, top, mask=is_head)
+                tl.store(stats_ptr + part * 2 + 1, weight_sum, mask=is_head)
+            total = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+            top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+            weight_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
+            left = split_tiles
+            split += 1
 
-    tile_mask = is_head & (dims < HEAD_DIM)[None, :]
-    num_used = (context - first_key + split_size - 1) // split_size
-    is_last = num_used == 1
-    if num_used > 1:
-        # The results of a split: the weighted sum of its values, its largest score, and the sum of its weights.
-        part = (sequence * num_heads + heads) * tl.num_programs(2) + split
-        tl.store(sums_ptr + part[:, None] * HEAD_DIM + dims[None, :], total, mask=tile_mask)
-        tl.store(stats_ptr + part * 2, top, mask=rows < GROUP)
-        tl.store(stats_ptr + part * 2 + 1, weight_sum, mask=rows < GROUP)
+    is_last = has_all
+    if taken < num_used:
         # What all threads have written is there for the program that sees the last number.
         tl.debug_barrier()
         arrival = arrival_ptr + sequence * tl.num_programs(1) + kv_head
-        is_last = tl.atomic_add(arrival, 1, sem="acq_rel") == num_used - 1
+        is_last = tl.atomic_add(arrival, 1, sem="acq_rel") == (num_used + taken - 1) // taken - 1
         if is_last:
             tl.store(arrival, 0)
+            for first in range(0, num_used, _ADDED_AT_ONCE):
+                for other in tl.static_range(_ADDED_AT_ONCE):
+                    is_there = first + other < num_used
+                    part = (sequence * num_heads + heads) * num_splits + first + other
+                    # Past the first cache, which knows nothing of what other programs write. A split that is not there
+                    # weighs nothing.
+                    top = tl.load(
+                        stats_ptr + part * 2, mask=is_head & is_there, other=float("-inf"), cache_modifier=".cg"
+                    )
+                    weight_sum = tl.load(
+                        stats_ptr + part * 2 + 1, mask=is_head & is_there, other=0.0, cache_modifier=".cg"
+                    )
+                    sums = sums_ptr + part[:, None] * HEAD_DIM + dims[None, :]
+                    total = tl.load(sums, mask=tile_mask & is_there, other=0.0, cache_modifier=".cg")
+                    top = tl.where(is_head, top, 0.0)
+                    result, all_top, all_weights = _added(result, all_top, all_weights, total, top, weight_sum)
     if is_last:
-        if sinks_ptr is None:
-            all_top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-            all_weights = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        else:
-            all_top = tl.load(sinks_ptr + heads, mask=rows < GROUP, other=0.0).to(tl.float32) * LOG2_OF_E
-            all_weights = tl.full((BLOCK_M,), 1.0, dtype=tl.float32)
-        result = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-        if num_used > 1:
-            for other in range(num_used):
-                part = (sequence * num_heads + heads) * tl.num_programs(2) + other
-                # Past the first cache, which knows nothing of what other programs write.
-                top = tl.load(stats_ptr + part * 2, mask=rows < GROUP, other=0.0, cache_modifier=".cg")
-                weight_sum = tl.load(stats_ptr + part * 2 + 1, mask=rows < GROUP, other=1.0, cache_modifier=".cg")
-                sums = sums_ptr + part[:, None] * HEAD_DIM + dims[None, :]
-                total = tl.load(sums, mask=tile_mask, other=0.0, cache_modifier=".cg")
-                result, all_top, all_weights = _added(result, all_top, all_weights, total, top, weight_sum)
-        else:
-            result, all_top, all_weights = _added(result, all_top, all_weights, total, top, weight_sum)
-        result = (result / all_weights[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + (token * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :], result, mask=tile_mask)
+        attended = (result / all_weights[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + (token * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :], attended, mask=tile_mask)
 
 
 @triton.jit
 def _added(result, all_top, all_weights, total, top, weight_sum):
-    """A split more in the sums of those before."""
+    """A split more in the sums of those before. Fused operations are spelt out: in registers and from memory, the bits
+    are the same.
+    """
     new_top = tl.maximum(all_top, top)
     shrink = tl.exp2(all_top - new_top)
     grow = tl.exp2(top - new_top)
-    result = result * shrink[:, None] + total * grow[:, None]
-    return result, new_top, all_weights * shrink + weight_sum * grow
-
-
-@triton.jit
-def _splits(context, window):
-    """The first key that is seen, and the keys of one split."""
-    first_key = tl.where(window > 0, tl.maximum(context - window, 0), 0)
-    length = context - first_key
-    return first_key, tl.maximum((length + MAX_SPLITS - 1) // MAX_SPLITS, MIN_SPLIT_SIZE)
+    result = tl.fma(result, shrink[:, None], total * grow[:, None])
+    return result, new_top, tl.fma(all_weights, shrink, weight_sum * grow)

@@ -7,9 +7,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from multilora_kernels.cuda.kv_rows import load_row_scales
 from multilora_kernels.cuda.tanh import tanh
-from multilora_kernels.cuda.tiles import IS_INTERPRETED, LOG2_OF_E, exact_dot
+from multilora_kernels.cuda.tiles import IS_INTERPRETED, LOG2_OF_E, exact_dot, float8_values
+
+
+@triton.jit
+def load_slots(table, position, end, first_key, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Where the tile of keys from `position` on, a multiple of BLOCK_N, lies: the slot of the first where a block holds
+    whole tiles, else the slots of all. table: pointer to the sequence's first block. Keys before first_key and from end
+    on are not looked up.
+
+    Kernels load it a tile ahead, so that no load of keys waits for it.
+    """
+    if BLOCK_SIZE % BLOCK_N == 0:
+        block = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
+        slots = block * BLOCK_SIZE + position % BLOCK_SIZE
+    else:
+        positions = position + tl.arange(0, BLOCK_N)
+        is_key = (positions >= first_key) & (positions < end)
+        blocks = tl.load(table + positions // BLOCK_SIZE, mask=is_key, other=0)
+        slots = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
+    return slots
 
 
 @triton.jit
@@ -20,7 +38,9 @@ def add_keys(
     q,
     keys_ptr,
     values_ptr,
-    table,
+    key_scales_ptr,
+    value_scales_ptr,
+    slots,
     positions,
     is_key,
     newest,
@@ -30,65 +50,98 @@ def add_keys(
     num_distances,
     queries,
     dims,
-    kv_head,
     stride_ks,
-    stride_kh,
     scale,
     softcap,
     HAS_SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WEIGHT_DTYPE: tl.constexpr,
 ):
     """The sums of queries with a tile of keys more: sum of weighted values, largest score, and sum of weights.
 
-    top: of scores in base 2, as the hardware has exponentials. q: [queries, dims]. table: pointer to the sequence's
-    first block. positions, is_key: [keys]; only keys are loaded. newest: position of the last key that each query sees,
-    None if all see all of the tile. distance_bias_ptr: of `AttentionOptions.distance_bias`, or None; a query's row of
-    it begins at element bias_rows. queries: their positions. WEIGHT_DTYPE: that weights are rounded to; float32 keeps
-    them exact.
+    top: of scores in base 2, as the hardware has exponentials. q: [queries, dims]. keys_ptr, values_ptr, and for codes
+    key_scales_ptr, value_scales_ptr: of the head, in slot 0. slots: of `load_slots`. positions: [keys]. is_key: [keys],
+    only keys are loaded; None if all are. newest: position of the last key that each query sees, None if all see all
+    keys of the tile. distance_bias_ptr: of `AttentionOptions.distance_bias`, or None; a query's row of it begins at
+    element bias_rows. queries: their positions. scale: positive. WEIGHT_DTYPE: that weights are rounded to; float32
+    keeps them exact.
     """
-    block = tl.load(table + positions // BLOCK_SIZE, mask=is_key, other=0)
-    slots = block * BLOCK_SIZE + positions % BLOCK_SIZE
-    places = slots * stride_ks + kv_head * stride_kh
-    k_mask = (dims < HEAD_DIM)[:, None] & is_key[None, :]
-    k = tl.load(keys_ptr + places[None, :] + dims[:, None], mask=k_mask, other=0.0)
-    scores = exact_dot(q, k, tl.zeros((q.shape[0], k.shape[1]), dtype=tl.float32))
-    if keys_ptr.dtype.element_ty == tl.int8:
-        scores *= load_row_scales(keys_ptr + places, is_key, HEAD_DIM)[None, :]
+    if BLOCK_SIZE % BLOCK_N == 0:
+        # One address and small numbers for the rest of the tile.
+        keys_ptr += slots * stride_ks
+        values_ptr += slots * stride_ks
+        if key_scales_ptr is not None:
+            key_scales_ptr += slots
+            value_scales_ptr += slots
+        rows = tl.arange(0, BLOCK_N)
+    else:
+        rows = slots
+    places = rows * stride_ks
+    # Masked, because zero times the content of an unwritten slot may not be zero.
+    is_dim = None if q.shape[1] == HEAD_DIM else dims < HEAD_DIM
+    k = _load_tile(keys_ptr + places[None, :] + dims[:, None], is_dim, is_key, 1)
+    scores = exact_dot(q, k, tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32))
+    if key_scales_ptr is not None:
+        scores *= _load_scales(key_scales_ptr + rows, is_key)[None, :]
+    # Scores are scaled in the exponent, by one instruction that is spelt out: with masks and without, a token's bits
+    # are the same.
+    factor = scale * LOG2_OF_E
     if HAS_SOFTCAP:
         scores = tanh(scores * (scale / softcap)) * (softcap * LOG2_OF_E)
-    else:
-        scores *= scale * LOG2_OF_E
+        factor = 1.0
     if distance_bias_ptr is not None:
         distances = tl.minimum(tl.maximum(queries[:, None] - positions[None, :], 0), num_distances - 1)
-        scores += tl.load(distance_bias_ptr + bias_rows[:, None] + distances) * LOG2_OF_E
+        scores = scores * factor + tl.load(distance_bias_ptr + bias_rows[:, None] + distances) * LOG2_OF_E
+        factor = 1.0
     if newest is None:
-        scores = tl.where(is_key[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
+        if is_key is not None:
+            scores = tl.where(is_key[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * factor)
         base = new_top
     else:
         is_seen = positions[None, :] <= newest[:, None]
         is_seen &= (window == 0) | (positions[None, :] > newest[:, None] - window)
         scores = tl.where(is_seen & is_key[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
+        new_top = tl.maximum(top, tl.max(scores, 1) * factor)
         # A row may have seen no key so far.
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(scores - base[:, None])
+    weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
     shrink = tl.exp2(top - base)
     weight_sum = weight_sum * shrink + tl.sum(weights, 1)
-    # Masked, because zero times the content of an unwritten slot may not be zero.
-    v_mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
-    v = tl.load(values_ptr + places[:, None] + dims[None, :], mask=v_mask, other=0.0)
-    if values_ptr.dtype.element_ty == tl.int8:
-        weights *= load_row_scales(values_ptr + places, is_key, HEAD_DIM)[None, :]
+    v = _load_tile(values_ptr + places[:, None] + dims[None, :], is_dim, is_key, 0)
+    if value_scales_ptr is not None:
+        weights *= _load_scales(value_scales_ptr + rows, is_key)[None, :]
     return _add_weighted(weights, v, total * shrink[:, None], WEIGHT_DTYPE), new_top, weight_sum
+
+
+@triton.jit
+def _load_tile(ptrs, is_dim, is_key, KEY_AXIS: tl.constexpr):
+    """Zeros where a mask is not set; one that is None is set everywhere."""
+    if is_dim is None and is_key is None:
+        tile = tl.load(ptrs)
+    elif is_key is None:
+        tile = tl.load(ptrs, mask=tl.expand_dims(is_dim, KEY_AXIS), other=0.0)
+    elif is_dim is None:
+        tile = tl.load(ptrs, mask=tl.expand_dims(is_key, 1 - KEY_AXIS), other=0.0)
+    else:
+        mask = tl.expand_dims(is_dim, KEY_AXIS) & tl.expand_dims(is_key, 1 - KEY_AXIS)
+        tile = tl.load(ptrs, mask=mask, other=0.0)
+    return tile
+
+
+@triton.jit
+def _load_scales(ptrs, is_key):
+    return tl.load(ptrs) if is_key is None else tl.load(ptrs, mask=is_key, other=0.0)
 
 
 @triton.jit
 def _add_weighted(weights, values, total, DTYPE: tl.constexpr):
     """total + weights @ values. Beside float16 values two tiles of float16 hold 22 bits of weights up to one."""
     if tl.float32 != DTYPE:
+        if values.dtype == tl.uint8:
+            values = float8_values(values)
         weights = weights.to(DTYPE)
         if IS_INTERPRETED:
             return tl.dot(weights.to(tl.float32), values.to(tl.float32), total)

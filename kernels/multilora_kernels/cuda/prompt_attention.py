@@ -3,6 +3,7 @@
 A program has some neighbouring tokens of one sequence, with all query heads of one key-value head. It looks for its
 sequence itself, so the host needs to know nothing but the number of tokens, and a captured graph replays for any mix.
 Keys come in tiles that begin at multiples of their size: a token's bits depend neither on its chunk nor on the batch.
+Tiles that all queries of a program see come first, and are not masked.
 """
 
 from __future__ import annotations
@@ -13,20 +14,18 @@ import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels.cuda.block_sizes import capability
+from multilora_kernels.cuda.block_sizes import KeyKind, attention_sizes, capability, key_kind
 from multilora_kernels.cuda.integers import next_power_of_2
-from multilora_kernels.cuda.key_tiles import add_keys
+from multilora_kernels.cuda.key_tiles import add_keys, load_slots
+from multilora_kernels.cuda.kv_rows import parts_of
 from multilora_kernels.cuda.tiles import LOG2_OF_E
-from multilora_kernels.kv_rows import kv_head_dim
-
-_SMALL_SHARED = (86, 89, 120)
-"""Generations with 99 KiB of shared memory a program, and tensor cores that read registers."""
+from multilora_kernels.kv_rows import KVRows, kv_head_dim
 
 
 def attend(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: KVRows,
+    values: KVRows,
     out: torch.Tensor,
     first_sequence: int,
     block_tables: torch.Tensor,
@@ -45,19 +44,28 @@ def attend(
     first_sequence: the sequences before it are left out. num_decodes: of no matter here.
     """
     num_tokens, num_heads, _ = q.shape
-    num_kv_heads, head_dim = keys.shape[1], kv_head_dim(keys)
-    assert q.stride(2) == keys.stride(2) == block_tables.stride(1) == 1
-    assert keys.stride() == values.stride()
-    is_wide, has_codes = torch.float32 in (q.dtype, keys.dtype), keys.dtype == torch.int8
+    (key_rows, key_scales), (value_rows, value_scales) = parts_of(keys), parts_of(values)
+    num_kv_heads, head_dim = key_rows.shape[1], kv_head_dim(keys)
+    assert q.stride(2) == key_rows.stride(2) == block_tables.stride(1) == 1
+    assert key_rows.stride() == value_rows.stride()
+    assert scale > 0
     constants = prompt_constants(
-        num_heads // num_kv_heads, head_dim, block_size, is_wide, capability(q.device), softcap > 0, has_codes
+        num_heads // num_kv_heads,
+        head_dim,
+        block_size,
+        key_kind(q.dtype, keys.dtype),
+        capability(q.device),
+        softcap > 0,
+        window > 0,
     )
     # Each sequence may begin a block of its own.
     num_blocks = num_tokens // constants["BLOCK_Q"] + len(block_tables)
-    prompt_kernel[num_blocks, num_kv_heads](
+    prompt_kernel[num_kv_heads, num_blocks](
         q,
-        keys,
-        values,
+        key_rows,
+        value_rows,
+        key_scales,
+        value_scales,
         block_tables,
         query_starts,
         context_lens,
@@ -72,8 +80,9 @@ def attend(
         first_sequence,
         q.stride(0),
         q.stride(1),
-        keys.stride(0),
-        keys.stride(1),
+        key_rows.stride(0),
+        key_rows.stride(1),
+        0 if key_scales is None else key_scales.stride(0),
         block_tables.stride(0),
         **constants,
     )
@@ -83,46 +92,27 @@ def prompt_constants(
     group: int,
     head_dim: int,
     block_size: int,
-    is_wide: bool,
+    kind: KeyKind,
     capability: int,
     has_softcap: bool = False,
-    has_codes: bool = False,
+    has_window: bool = False,
 ) -> dict[str, Any]:
-    """The constants of the kernel, as `decode_attention.decode_constants` has them.
-
-    capability: of the GPU, 90 for sm_90.
-    """
+    """The constants of the kernel, as `decode_attention.decode_constants` has them."""
     rows_of_token = next_power_of_2(group)
-    block_d = max(16, next_power_of_2(head_dim))
-    is_large = block_d > 128
-    block_m = max(rows_of_token, 16 if is_wide else 64 if is_large else 128)
-    tiles = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
-    if is_wide:
-        tiles |= {"BLOCK_N": 16, "num_warps": 8 if is_large else 4}
-        if capability // 10 == 9 and block_d <= 64:
-            # By itself the assembler keeps four programs on a processor and spills; three have room for all.
-            tiles["maxnreg"] = 168
-    elif has_codes and capability in _SMALL_SHARED:
-        # The places of 32 keys' codes spill; one program of eight warps runs on a processor either way.
-        tiles["BLOCK_N"] = 16
-    elif has_codes or is_large:
-        tiles["BLOCK_N"] = 32
-    elif capability // 10 == 10 and block_d <= 64:
-        # Half of the scores at a time: 64 keys spill, or with all registers leave one program in place of two.
-        tiles["BLOCK_N"] = 32
-    elif capability in _SMALL_SHARED and block_d > 64:
-        # Queries lie in registers there. Three stages of 32 keys take the shared memory of two of 64, and fewer
-        # registers; either way one program of eight warps runs on a processor.
-        tiles |= {"BLOCK_N": 32, "num_stages": 3}
-    return {
+    sizes = attention_sizes("prompt_attention", kind, group, head_dim, capability)
+    block_m = max(rows_of_token, sizes["BLOCK_M"])
+    return sizes | {
         "HAS_SOFTCAP": has_softcap,
+        "HAS_WINDOW": has_window,
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": block_size,
         "BLOCK_M": block_m,
         "BLOCK_Q": block_m // rows_of_token,
-        "BLOCK_D": block_d,
-    } | tiles
+        "BLOCK_D": max(16, next_power_of_2(head_dim)),
+        # Else the compiler might fuse in the loop without masks what it does not fuse in the other.
+        "enable_fp_fusion": False,
+    }
 
 
 @triton.jit(do_not_specialize=["num_distances", "num_sequences", "first_sequence", "stride_bm"])
@@ -130,6 +120,8 @@ def prompt_kernel(
     q_ptr,
     keys_ptr,
     values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     block_table_ptr,
     query_start_ptr,
     context_len_ptr,
@@ -146,8 +138,10 @@ def prompt_kernel(
     stride_qh,
     stride_ks,
     stride_kh,
+    stride_sh,
     stride_bm,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -157,8 +151,9 @@ def prompt_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """One program: BLOCK_Q tokens of one sequence, all query heads of one key-value head."""
-    kv_head = tl.program_id(1)
-    sequence, first = _locate(query_start_ptr, tl.program_id(0), num_sequences, BLOCK_Q)
+    kv_head = tl.program_id(0)
+    # The last tokens of a sequence, which see most keys, come first: at the end all programs are short.
+    sequence, first = _locate(query_start_ptr, tl.num_programs(1) - 1 - tl.program_id(1), num_sequences, BLOCK_Q)
     query_start = tl.load(query_start_ptr + sequence)
     length = tl.load(query_start_ptr + sequence + 1) - query_start
     if (first >= length) | (sequence < first_sequence):
@@ -177,7 +172,16 @@ def prompt_kernel(
     # Positions of the queries among the keys of their sequence.
     newest = context - length + queries
     end = tl.minimum(context, context - length + first + BLOCK_Q)
-    start = tl.where(window > 0, tl.maximum(context - length + first - window + 1, 0), 0) // BLOCK_N * BLOCK_N
+    # Keys that no query of the program sees may lie in blocks that the sequence has no more.
+    first_key = tl.maximum(context - length + first - window + 1, 0) if HAS_WINDOW else 0
+    start = first_key // BLOCK_N * BLOCK_N
+    # All queries see all keys of the tiles before, if there is no window.
+    masked = start if HAS_WINDOW else (context - length + first + 1) // BLOCK_N * BLOCK_N
+    keys_ptr += kv_head * stride_kh
+    values_ptr += kv_head * stride_kh
+    if key_scales_ptr is not None:
+        key_scales_ptr += kv_head * stride_sh
+        value_scales_ptr += kv_head * stride_sh
     table = block_table_ptr + sequence * stride_bm
     bias_rows = tl.where(is_row, heads, 0) * num_distances
 
@@ -189,18 +193,29 @@ def prompt_kernel(
         top = tl.load(sinks_ptr + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_OF_E
         weight_sum = tl.full((BLOCK_M,), 1.0, dtype=tl.float32)
     total = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    for position in range(start, end, BLOCK_N):
+    slots = load_slots(table, start, end, first_key, BLOCK_N, BLOCK_SIZE)
+    if not HAS_WINDOW:
+        for position in range(start, masked, BLOCK_N):
+            next_slots = load_slots(table, position + BLOCK_N, end, first_key, BLOCK_N, BLOCK_SIZE)
+            positions = position + tl.arange(0, BLOCK_N)
+            total, top, weight_sum = add_keys(
+                total, top, weight_sum, q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slots, positions,
+                None, None, 0, distance_bias_ptr, bias_rows, num_distances, newest, dims, stride_ks, scale, softcap,
+                HAS_SOFTCAP, HEAD_DIM, BLOCK_N, BLOCK_SIZE, q.dtype,
+            )  # fmt: skip
+            slots = next_slots
+    for position in range(masked, end, BLOCK_N):
+        next_slots = load_slots(table, position + BLOCK_N, end, first_key, BLOCK_N, BLOCK_SIZE)
         positions = position + tl.arange(0, BLOCK_N)
-        # Keys that no query of the program sees may lie in blocks that the sequence has no more.
-        is_key = positions < end
-        is_key &= (window == 0) | (positions > context - length + first - window)
+        is_key = (positions >= first_key) & (positions < end)
         total, top, weight_sum = add_keys(
-            total, top, weight_sum, q, keys_ptr, values_ptr, table, positions, is_key, newest, window,
-            distance_bias_ptr, bias_rows, num_distances, newest, dims, kv_head, stride_ks, stride_kh, scale, softcap,
-            HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE, q.dtype,
+            total, top, weight_sum, q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slots, positions, is_key,
+            newest, window, distance_bias_ptr, bias_rows, num_distances, newest, dims, stride_ks, scale, softcap,
+            HAS_SOFTCAP, HEAD_DIM, BLOCK_N, BLOCK_SIZE, q.dtype,
         )  # fmt: skip
+        slots = next_slots
     result = (total / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
-    num_heads = tl.num_programs(1) * GROUP
+    num_heads = tl.num_programs(0) * GROUP
     tl.store(out_ptr + (tokens * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :], result, mask=tile_mask)
 
 

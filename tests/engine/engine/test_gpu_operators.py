@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.compressed_checkpoints import save_tiny_w4a16
@@ -20,7 +21,6 @@ from support.mxfp4_checkpoints import save_tiny_mxfp4
 from support.tiny_mixture import save_tiny_mixture
 
 from checkpoints.tiny_llama import save_tiny_llama
-from multilora_engine.lora_config import LoRAConfig
 from multilora_kernels import interpreter
 
 _TESTS = Path(__file__).parents[2]
@@ -38,21 +38,22 @@ def save_tiny_bart(path: Path) -> Path:
 
 @pytest.mark.long(reason="the interpreter takes a second for each kernel of the self-test")
 @pytest.mark.parametrize(
-    ("save", "lora_dtype"),
+    ("save", "options"),
     [
-        *((save, "auto") for save in (save_tiny_llama, save_tiny_w4a16, save_tiny_mixture, save_tiny_mxfp4)),
-        *((save, "auto") for save in (save_tiny_t5, save_tiny_bart)),
-        (save_tiny_llama, "int8"),
-        (save_tiny_mixture, "int4"),
+        *((save, {}) for save in (save_tiny_llama, save_tiny_w4a16, save_tiny_mixture, save_tiny_mxfp4)),
+        *((save, {}) for save in (save_tiny_t5, save_tiny_bart)),
+        (save_tiny_llama, {"lora": {"lora_dtype": "int8"}}),
+        (save_tiny_mixture, {"lora": {"lora_dtype": "int4"}}),
+        (save_tiny_llama, {"block_size": 64, "kv_cache_dtype": "int8"}),
+        (save_tiny_t5, {"block_size": 64, "kv_cache_dtype": "fp8"}),
     ],
 )
 def test_the_gpu_operators_choose_the_tokens_of_a_cpu(
-    tmp_path: Path, default_model_dir: Path, save: Callable[[Path], Path], lora_dtype: str
+    tmp_path: Path, default_model_dir: Path, save: Callable[[Path], Path], options: dict[str, Any]
 ) -> None:
     model = save(tmp_path / "model")
-    lora = LoRAConfig(lora_dtype=lora_dtype)  # type: ignore[arg-type]
-    expected = answer(make_engine(model, default_model_dir, enable_async_scheduling=False, lora=lora))
-    command = [sys.executable, "-m", "support.interpreted_engine", model, default_model_dir, lora_dtype]
+    expected = answer(make_engine(model, default_model_dir, enable_async_scheduling=False, **options))
+    command = [sys.executable, "-m", "support.interpreted_engine", model, default_model_dir, json.dumps(options)]
     paths = os.pathsep.join(
         [str(_TESTS), str(_TESTS.parent / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
     )

@@ -9,12 +9,15 @@ import torch
 from support.engines import LogitsRecorder, poison_claimed_blocks, run_all
 
 from checkpoints.tiny_llama import save_tiny_llama
+from multilora_engine.batch.forward_batch import KVCache
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.build import choose_kv_cache_dtype
 from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import ConfigError
+from multilora_engine.models.model import kv_groups, only_group
 from multilora_engine.models.registry import read_model_config
 from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_kernels import KVCodes, interpreter
 
 TWO_LAYERS_OF_TWO_HEADS = 2 * 2 * 2
 """Rows of keys and of values that the tiny model keeps for each token."""
@@ -94,10 +97,20 @@ def test_a_type_that_no_cache_has_is_refused(checkpoint: Path) -> None:
         EngineConfig.from_parameters({"model_path": str(checkpoint), "kv_cache_dtype": "int4"})
 
 
-def test_a_gpu_is_told_to_take_int8_for_fp8(checkpoint: Path) -> None:
-    config = EngineConfig(model_path=checkpoint, kv_cache_dtype="fp8")
-    with pytest.raises(ConfigError, match="kv_cache_dtype=fp8: it is for CPUs; write kv_cache_dtype=int8"):
-        choose_kv_cache_dtype(config, read_model_config(checkpoint), torch.bfloat16, torch.device("cuda"))
+@pytest.mark.parametrize(("name", "dtype"), [("int8", torch.int8), ("fp8", torch.float8_e4m3fn)])
+def test_a_gpu_has_its_scales_apart_in_as_many_bytes(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    config = EngineConfig.model_validate({"model_path": checkpoint, "kv_cache_dtype": name})
+    model = read_model_config(checkpoint)
+    assert choose_kv_cache_dtype(config, model, torch.bfloat16, torch.device("cuda")) == dtype
+    group = only_group(kv_groups(model))
+    rows = KVCache(*(group.cache(12, dtype, torch.device("cpu")) for _ in range(2)))
+    monkeypatch.setattr(interpreter, "IS_INTERPRETED", True)
+    apart = KVCache(*(group.cache(12, dtype, torch.device("cpu")) for _ in range(2)))
+    assert isinstance(apart.keys, KVCodes)
+    assert apart.num_bytes == rows.num_bytes == 12 * group.bytes_per_token(dtype)
+    assert [layer[0].scales.shape for layer in apart.layers] == [(model.num_kv_heads, 12)] * model.num_layers
 
 
 @pytest.mark.parametrize(("kv_cache_dtype", "most"), [("int8", 0.06), ("bfloat16", 0.06), ("fp8", 0.3)])
