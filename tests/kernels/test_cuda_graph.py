@@ -7,30 +7,31 @@ import torch
 from support.lora_cases import FUSED, Case, make_case
 from support.synthetic_batches import POPULARITIES, choose_adapters
 
-from multilora_kernels import lora_expand, lora_segments, lora_shrink
+from multilora_kernels import lora_expand, lora_shrink, step_segments
 
 pytestmark = pytest.mark.gpu
 _NUM_TOKENS = 32
 
 
-def _apply(case: Case, mapping: torch.Tensor) -> torch.Tensor:
+def _apply(case: Case, mapping: torch.Tensor, has_prompts: bool) -> torch.Tensor:
     """One step as the engine captures it: the segments are computed inside the graph too."""
-    segments = lora_segments(mapping, case.tables.rank.shape[0])
+    segments = step_segments(mapping, case.tables, has_prompts)
     v, y = lora_shrink(case.x, case.tables, 0, FUSED.num_slices, segments), case.y.clone()
     lora_expand(v, y, case.tables, 0, FUSED.slice_sizes, segments)
     return y
 
 
-def test_one_graph_serves_every_mix_of_adapters_with_the_bits_of_eager_execution():
+@pytest.mark.parametrize("has_prompts", [False, True])
+def test_one_graph_serves_every_mix_of_adapters_with_the_bits_of_eager_execution(has_prompts):
     case = make_case("distinct", _NUM_TOKENS, base_share=0, lora_dtype=torch.bfloat16, dtype=torch.bfloat16).to("cuda")
     mapping = case.mapping.clone()
-    _apply(case, mapping)
+    _apply(case, mapping, has_prompts)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = _apply(case, mapping)
+        captured = _apply(case, mapping, has_prompts)
     for seed, popularity in enumerate(POPULARITIES):
         mapping.copy_(choose_adapters(popularity, _NUM_TOKENS, torch.Generator().manual_seed(seed)))
         mapping[seed] = -1
         graph.replay()
-        assert torch.equal(captured, _apply(case, mapping))
+        assert torch.equal(captured, _apply(case, mapping, has_prompts))
