@@ -35,8 +35,9 @@ from multilora_engine.engine_info import CallLimits, ClientPolicy, EngineInfo, r
 from multilora_engine.errors import ConfigError
 from multilora_engine.execution.cuda_graphs import graph_sizes
 from multilora_engine.execution.piecewise_graphs import CudaPieces, piece_sizes
-from multilora_engine.execution.self_test import check_operators, faults_named
+from multilora_engine.execution.self_test import check_operators, faults_named, launch_operators
 from multilora_engine.execution.step_memory import graph_memory, kept_growth, peak_growth, step_memory, trial_cache
+from multilora_engine.execution.warm_up import compile_kernels, compute_steps
 from multilora_engine.lora.device_tier import TableRows
 from multilora_engine.models.checkpoint import weights_fingerprint
 from multilora_engine.models.loader import load_model
@@ -108,6 +109,8 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     steps = NO_STEP_BYTES
     if has_gpu_operators(device):
         tables = TableRows(layout, torch.zeros(1, layout.page_bytes, dtype=torch.uint8, device=device), count=1).tables
+        if device.type == "cuda":
+            _compile_kernels(model, config, tables, kv_dtype)
         # Before any step, so that an operator that fails is named.
         check_operators(model, tables, kv_dtype, config)
         if device.type == "cuda":
@@ -181,6 +184,20 @@ def describe_engine(config: EngineConfig, base: BaseModel) -> EngineInfo:
         version=read_version(),
         clients=ClientPolicy.of(config),
     )
+
+
+def _compile_kernels(model: Model, config: EngineConfig, tables: LoRATables, kv_dtype: torch.dtype) -> None:
+    """Those of steps and of the comparison with the reference, for a GPU."""
+    max_len = config.max_model_len or model.config.max_position_embeddings
+    model.limit_length(max_len)
+    sizes = (config.max_num_batched_tokens, config.max_num_seqs, max_len)
+    kv_cache = trial_cache(model, config.block_size, kv_dtype, tables.rank.device)
+
+    def launch() -> None:
+        compute_steps(model, kv_cache, tables, *sizes, config.block_size, config.max_num_encoder_tokens)
+        launch_operators(model, tables, kv_dtype, config)
+
+    compile_kernels(launch)
 
 
 def _measure_steps(model: Model, config: EngineConfig, tables: LoRATables, kv_dtype: torch.dtype) -> StepBytes:

@@ -1,14 +1,15 @@
 """The kernels of every step that may come, compiled at start: no request waits for a compiler, and no watchdog kills an
 engine that compiles.
 
-The compiler keeps them (TRITON_CACHE_DIR), so that only the first start on a machine takes long.
+The compiler keeps them (TRITON_CACHE_DIR), so that only the first start on a machine takes long. There processes beside
+each other compile them (`compile_kernels`), before anything launches them.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,7 +25,6 @@ _FEWEST_TOKENS = 128
 _DRAWN = SamplingRule(temperature=1.0, top_k=2, top_p=0.9, min_p=0.0, uniform=0.5)
 
 
-@torch.inference_mode()
 def warm_up(
     model: Model,
     kv_cache: KVCache,
@@ -40,14 +40,31 @@ def warm_up(
     max_num_tokens, max_num_seqs, max_num_encoder_tokens: of a step. max_len: of a sequence. Raises OperatorFault for a
     step that fails.
     """
+    started = time.monotonic()
+    sizes = (max_num_tokens, max_num_seqs, max_len)
+    num_steps = compute_steps(model, kv_cache, tables, *sizes, block_size, max_num_encoder_tokens)
+    seconds = time.monotonic() - started
+    _logger.info("%d kinds of steps of up to %d tokens computed once in %.1f s", num_steps, max_num_tokens, seconds)
+
+
+@torch.inference_mode()
+def compute_steps(
+    model: Model,
+    kv_cache: KVCache,
+    tables: LoRATables,
+    max_num_tokens: int,
+    max_num_seqs: int,
+    max_len: int,
+    block_size: int,
+    max_num_encoder_tokens: int = 0,
+) -> int:
+    """The steps of `warm_up`, which takes the same. Returns how many there are."""
     # Imported here: Triton comes with the CUDA builds of torch only.
     from multilora_kernels.cuda.block_sizes import capability, row_bounds
     from multilora_kernels.cuda.quantized import ROW_BOUNDS
 
     bounds = [*row_bounds(capability(kv_cache.keys.device)), *(ROW_BOUNDS if model.weight_switches else ())]
     steps = warm_up_steps(max_num_tokens, max_num_seqs, max_len, bounds)
-    _logger.info("compiling the kernels of %d kinds of steps of up to %d tokens", len(steps), max_num_tokens)
-    started = time.monotonic()
     with StartProgress("kernels of steps") as progress:
         for number, query_lens in enumerate(steps):
             step = f"a step of {sum(query_lens)} tokens in {len(query_lens)} sequences"
@@ -59,7 +76,28 @@ def warm_up(
                 logits = model.forward(trial_batch(query_lens, block_size, tables, sources), kv_cache)
                 _adjust(logits)
                 sample_tokens(logits, [_DRAWN] * len(logits)).tolist()
-    _logger.info("kernels of %d kinds of steps are ready after %.1f s", len(steps), time.monotonic() - started)
+    return len(steps)
+
+
+def compile_kernels(launch: Callable[[], object]) -> None:
+    """Have the kernels that a function launches compiled in processes beside each other: some sixty of them, one after
+    the other, take a minute or two. The function's launches compute nothing.
+    """
+    # Imported here: Triton comes with the CUDA builds of torch only.
+    import triton
+
+    from multilora_kernels.cuda.ahead import compile_ahead, noted_kernels
+
+    started = time.monotonic()
+    with StartProgress("kernels") as progress:
+        with noted_kernels() as kernels:
+            launch()
+        ahead = compile_ahead(kernels, triton.runtime.driver.active.get_current_target(), on_kernel=progress.note)
+    _logger.info(
+        "%d kernels: %d compiled in %d processes, %d found in %s, %d left to their first launch; %.1f s",
+        *(len(kernels), ahead.num_compiled, ahead.num_processes, ahead.num_found, triton.knobs.cache.dir),
+        *(ahead.num_failed, time.monotonic() - started),
+    )
 
 
 def _adjust(logits: torch.Tensor) -> None:

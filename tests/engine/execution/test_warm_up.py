@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -10,13 +12,17 @@ from typing import Any
 import pytest
 import torch
 from support.compressed_checkpoints import save_tiny_w4a16
+from support.fake_driver import set_driver
 from support.gpu_path import FakeDevice, make_device, make_engine
+from support.tiny_mixture import save_tiny_mixture
+from triton.runtime.jit import JITFunction
 
 from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
 from multilora_engine.engine.engine import Engine
-from multilora_engine.execution.warm_up import warm_up, warm_up_steps
+from multilora_engine.execution.warm_up import compute_steps, warm_up, warm_up_steps
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_kernels import cuda
+from multilora_kernels.cuda.ahead import noted_kernels
 from multilora_kernels.self_test import OperatorFault
 
 MAX_NUM_TOKENS, MAX_NUM_SEQS, MAX_LEN, BLOCK_SIZE = 1100, 24, 300, 8
@@ -66,6 +72,30 @@ def test_no_kernel_is_compiled_after_it(
         _serve(engine, device)
     assert device.variants
     assert not device.variants - compiled
+
+
+@pytest.mark.parametrize("save", [save_tiny_llama, save_tiny_mixture])
+def test_the_kernels_that_are_compiled_ahead_are_those_that_the_steps_launch(
+    tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[..., Path]
+) -> None:
+    device = make_device(monkeypatch)
+    engine = make_engine(tmp_path, default_model_dir, save)
+    run = JITFunction.run
+    device.serve(monkeypatch)
+    runner, tables = engine._runner, engine._loras.device.tables
+    steps = (runner._model, runner._kv_cache, tables, 200, 3, MAX_LEN, BLOCK_SIZE)
+    compute_steps(*steps)
+    monkeypatch.setattr(JITFunction, "run", run)
+    set_driver(monkeypatch)
+    # Fills memory that no kernel writes with the largest numbers: they must index nothing.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with noted_kernels() as kernels:
+            compute_steps(*steps)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    names = Counter(json.loads(kernel)["name"].rpartition(".")[2] for kernel in kernels)
+    assert names == Counter(name for name, *_ in device.variants)
 
 
 def test_a_kernel_that_fails_for_some_steps_only_stops_the_load_and_is_named(

@@ -1,0 +1,149 @@
+"""Kernels compiled ahead of their first launch, in processes beside each other: the launch finds Triton's files.
+
+A first run of some work only notes which kernels it launches (`noted_kernels`), in Triton's own words for that. Then
+processes compile them (`compile_ahead`). They need no device but its target, and Triton gives a kernel the same key in
+`TRITON_CACHE_DIR` as at its launch.
+
+`python -m multilora_kernels.cuda.ahead` is such a process: it reads the target and then kernels, one a line, and writes
+a line of result for each.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import triton
+
+_logger = logging.getLogger(__name__)
+
+MAX_PROCESSES = 16
+"""Each takes some 400 MB of the machine's memory."""
+
+
+class Ahead(NamedTuple):
+    """How many kernels were compiled, found in Triton's files, and failed; and by how many processes."""
+
+    num_compiled: int
+    num_found: int
+    num_failed: int
+    num_processes: int
+
+
+@contextmanager
+def noted_kernels() -> Iterator[list[str]]:
+    """Kernels that are not compiled in this process are only noted: nothing compiles or runs, and memory that they
+    would write stays as it is. Each is told once, as `JITFunction.preload` takes it.
+    """
+    noted: dict[str, None] = {}
+
+    def note(*, compile: dict[str, Any], **_: Any) -> bool:
+        noted[compile["specialization_data"]] = None
+        return True  # Triton then goes on as if it were done.
+
+    kernels: list[str] = []
+    before, triton.knobs.runtime.jit_cache_hook = triton.knobs.runtime.jit_cache_hook, note
+    try:
+        yield kernels
+    finally:
+        triton.knobs.runtime.jit_cache_hook = before
+        kernels += noted
+
+
+def compile_ahead(
+    kernels: Sequence[str],
+    target: Any,
+    num_processes: int | None = None,
+    on_kernel: Callable[[int, int, str], None] = lambda done, total, kernel: None,
+) -> Ahead:
+    """Have kernels compiled, and wait for it. One that fails is left to its launch, which tells why.
+
+    kernels: as `noted_kernels` tells them. target: of Triton, of the device. num_processes: by default one for each of
+    this process's cores. on_kernel: called before each kernel with how many began before, how many there are, and the
+    name.
+    """
+    waiting = deque(enumerate(kernels))
+    num_cores = len(os.sched_getaffinity(0))
+    num_processes = min(num_processes or num_cores, MAX_PROCESSES, len(kernels))
+
+    def work() -> list[str]:
+        command = [sys.executable, "-P", "-m", __name__]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        results: list[str] = []
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+        ) as child:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            child.stdin.write(json.dumps(vars(target)) + "\n")
+            while waiting:
+                number, kernel = waiting.popleft()
+                name = json.loads(kernel)["name"].rpartition(".")[2]
+                on_kernel(number, len(kernels), name)
+                try:
+                    child.stdin.write(kernel + "\n")
+                    child.stdin.flush()
+                except BrokenPipeError:
+                    pass  # It has no answer either.
+                result = child.stdout.readline().strip()
+                results.append(result)
+                if result not in _RESULTS:
+                    _logger.warning("%s was not compiled ahead: %s", name, result or "the process has ended")
+                if not result:
+                    break
+        return results
+
+    with ThreadPoolExecutor(max(1, num_processes)) as threads:
+        started = [threads.submit(work) for _ in range(num_processes)]
+        results = [result for one in started for result in one.result()]
+    num_compiled, num_found = (results.count(result) for result in _RESULTS)
+    return Ahead(num_compiled, num_found, len(kernels) - num_compiled - num_found, num_processes)
+
+
+_RESULTS = ("compiled", "found")
+
+
+class _NoDevice:
+    """A driver of Triton's that knows a target and has no device."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+
+def _serve() -> None:
+    """Compile the kernels that come."""
+    # Whatever a compiler prints is no result.
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    target = triton.backends.compiler.GPUTarget(**json.loads(sys.stdin.readline()))
+    triton.runtime.driver.set_active(_NoDevice(target))
+    hits: list[bool] = []
+    triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+    for kernel in sys.stdin:
+        try:
+            module, _, name = json.loads(kernel)["name"].rpartition(".")
+            getattr(importlib.import_module(module), name).preload(kernel)
+            result = "found" if hits[-1] else "compiled"
+        except Exception as error:  # of the compiler or the assembler, which have no class in common
+            result = " ".join(f"{type(error).__name__}: {error}".split())
+        results.write(result + "\n")
+        results.flush()
+
+
+if __name__ == "__main__":
+    _serve()
