@@ -21,6 +21,7 @@ from multilora_engine.engine.guide_queue import GuideQueue, GuidesInUse
 from multilora_engine.engine.kv_cache import BlockAllocator
 from multilora_engine.engine.outputs import error_output, failure_output, prompt_output
 from multilora_engine.engine.pace import Pace, StepWork
+from multilora_engine.engine.padded_times import step_times
 from multilora_engine.engine.request_limits import RequestLimits
 from multilora_engine.engine.scheduler import PromptWaits, Scheduler
 from multilora_engine.engine.unpacked_weights import UnpackedWeights
@@ -106,7 +107,9 @@ class Engine:
         self._blocks = BlockAllocator(
             base.plan.num_blocks, config.block_size, config.enable_prefix_caching, self._block_events
         )
-        self._pace = Pace(config.inter_token_latency_target_s)
+        self._runner = build_model_runner(base.model, config, base.plan, base.device, self._loras.device)
+        times = step_times(self._runner.prompt_sizes, config.max_num_batched_tokens)
+        self._pace = Pace(config.inter_token_latency_target_s, times)
         accounts = Accounts()
         self._scheduler = Scheduler(
             self._blocks,
@@ -118,7 +121,6 @@ class Engine:
             accounts,
             PromptWaits(),
         )
-        self._runner = build_model_runner(base.model, config, base.plan, base.device, self._loras.device)
         self.weights = UnpackedWeights(
             base.model, base.plan.spare_bytes, base.device, self._blocks.forget_known, self._runner.num_graphs > 0
         )

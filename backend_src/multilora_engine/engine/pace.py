@@ -88,6 +88,10 @@ class StepTimes:
         in_proportion_s = self._own_s * num_tokens / self._num_own
         return sorted((self._own_s, by_token_s, in_proportion_s))[1]
 
+    def num_more(self, num_own: int, seconds: float) -> float:
+        """How many tokens more a step with so many answers' tokens may have, if they may take so long."""
+        return seconds / self.token_s
+
     def observe(self, work: StepWork, seconds: float) -> None:
         """A step took so long."""
         own_s = self.own_s(work.num_own)
@@ -204,9 +208,9 @@ class Pace:
     steps are launched before the last one is read, a step begins when the outputs of the one before have left.
     """
 
-    def __init__(self, target_s: float | None) -> None:
-        """target_s: None is the multiple; 0 limits nothing."""
-        self.times = StepTimes()
+    def __init__(self, target_s: float | None, times: StepTimes | None = None) -> None:
+        """target_s: None is the multiple; 0 limits nothing. times: by default those of steps of any size."""
+        self.times = times or StepTimes()
         self._target_s = target_s
         self._over: AbstractSet[Sequence] = frozenset()
         self._num_turns = 0
@@ -259,7 +263,8 @@ class Pace:
         share_s = (own_s + turns_s) * _PROMPT_SHARE / (1 - _PROMPT_SHARE)
         has_turn = {*own, *turns}
         answers = [sequence for sequence in decoding if sequence in has_turn] if over else decoding
-        return Step(budget, answers, turns, max(spare_s - turns_s, share_s) / self.times.token_s)
+        num_answers = num_rows(own) + num_rows(turns)
+        return Step(budget, answers, turns, self.times.num_more(num_answers, max(spare_s - turns_s, share_s)))
 
     def finish(self, step: Step) -> float:
         """A planned step has been scheduled. The seconds of it that do not grow with its tokens, for each token."""

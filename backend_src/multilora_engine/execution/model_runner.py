@@ -67,6 +67,11 @@ class ModelRunner:
         """How many sizes of steps are replayed as CUDA graphs."""
         return sum(len(graphs.sizes) for graphs in (self._graphs, self._pieces) if graphs is not None)
 
+    @property
+    def prompt_sizes(self) -> list[int]:
+        """The tokens of the steps with prompts that are replayed as CUDA graphs, ascending."""
+        return [] if self._pieces is None else self._pieces.sizes
+
     @torch.inference_mode()
     def launch(
         self,

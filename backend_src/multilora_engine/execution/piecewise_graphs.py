@@ -1,13 +1,16 @@
 """`PiecewiseGraphs`: steps with prompts as CUDA graphs around their attention.
 
 Attention depends on how the tokens of a step are cut into sequences. All between two attentions depends on the number
-of tokens alone, so it is captured, once for each of some sizes, and the step is padded to the next. Steps of more
-tokens than the largest size keep a GPU busy for longer than the host takes to launch them.
+of tokens alone, so it is captured, once for each of some sizes, and the step is padded to the next. By arithmetic,
+steps of more tokens than the largest size keep a GPU busy for longer than the host takes to launch them: an 8B for some
+50 ms.
 """
 
 from __future__ import annotations
 
 import bisect
+import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -21,7 +24,14 @@ from multilora_engine.models.layers import Attention
 from multilora_engine.models.model import HiddenStates, Model
 from multilora_kernels import KVRows, LoRATables, StepInputs, fill_step_inputs
 
-_SIZE_STEP, _MAX_SIZE = 64, 512
+_logger = logging.getLogger(__name__)
+
+_SIZE_STEPS = {512: 64, 1024: 128, 2048: 256}
+"""Between sizes up to a size: padding is an eighth of a larger step at most, and on average a sixteenth."""
+
+_CAPTURE_S = 20.0
+"""Captures that take longer are ended, and steps are padded to the sizes that there are."""
+
 _BASE_MODEL = -1
 
 
@@ -41,8 +51,25 @@ class Pieces(Protocol):
 
 def piece_sizes(max_num_tokens: int) -> list[int]:
     """The numbers of tokens that steps with prompts are captured for."""
-    last = min(max_num_tokens, _MAX_SIZE)
-    return [*range(_SIZE_STEP, last, _SIZE_STEP), last]
+    sizes, start = list[int](), 0
+    for last, step in _SIZE_STEPS.items():
+        sizes += range(start + step, last + 1, step)
+        start = last
+    largest = min(max_num_tokens, start)
+    return [*(size for size in sizes if size < largest), largest]
+
+
+def _in_order(sizes: list[int]) -> list[int]:
+    """Sizes as they are captured: the largest, each that is at most half of the one before, and then the others.
+
+    The first ones serve every step with at most twice its tokens, however many follow. The largest comes first, since
+    the others fit into the memory that it leaves.
+    """
+    first: list[int] = []
+    for size in reversed(sizes):
+        if not first or 2 * size <= first[-1]:
+            first.append(size)
+    return first + [size for size in reversed(sizes) if size not in first]
 
 
 @dataclass(frozen=True)
@@ -58,22 +85,38 @@ class PiecewiseGraphs:
     """Steps of up to the largest of `sizes` tokens, each size captured when this is made, with adapters and without."""
 
     @torch.inference_mode()
-    def __init__(self, model: Model, kv_cache: KVCache, tables: LoRATables, sizes: list[int], pieces: Pieces) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kv_cache: KVCache,
+        tables: LoRATables,
+        sizes: list[int],
+        pieces: Pieces,
+        limit_s: float = _CAPTURE_S,
+    ) -> None:
+        """limit_s: no capture is begun later, except that of the largest size."""
         self._model, self._kv_cache, self._tables = model, kv_cache, tables
-        self._sizes = sizes
         device = tables.rank.device
         self._inputs = StepInputs(*torch.zeros(3, sizes[-1], dtype=torch.int64, device=device))
         config, dtype = model.config, model.activation_dtype
         # One for all layers and sizes: graphs would keep the memory of each.
         self._qkv = torch.empty(sizes[-1], config.q_size + 2 * config.kv_size, dtype=dtype, device=device)
         self._heads = torch.zeros(sizes[-1], config.q_size, dtype=dtype, device=device)
-        # The largest first: the others fit into the memory that it leaves.
+        self._hidden_states: HiddenStates | None = None
+        self._captures: dict[tuple[int, bool], _Capture] = {}
+        started = time.monotonic()
         with pieces.stream():
-            self._captures = {
-                (size, has_adapters): self._captured(size, has_adapters, pieces)
-                for size in reversed(sizes)
-                for has_adapters in (True, False)
-            }
+            for size in _in_order(sizes):
+                if self._captures and time.monotonic() - started > limit_s:
+                    break
+                for has_adapters in (True, False):
+                    self._captures[size, has_adapters] = self._captured(size, has_adapters, pieces)
+        self._sizes = sorted({size for size, _ in self._captures})
+        log = _logger.info if len(self._sizes) == len(sizes) else _logger.warning
+        log(
+            "CUDA graphs of steps with prompts: %d of %d sizes, up to %d tokens, captured in %.1f s",
+            *(len(self._sizes), len(sizes), self._sizes[-1], time.monotonic() - started),
+        )
 
     @property
     def sizes(self) -> list[int]:
@@ -117,11 +160,17 @@ class PiecewiseGraphs:
             return self._heads[:size]
 
         # Once outside: compiles kernels, and allocates the memory that libraries keep.
-        self._model.hidden_states(batch, self._kv_cache, attend=lambda *_: self._heads[:size])
+        x, update = self._model.hidden_states(batch, self._kv_cache, attend=lambda *_: self._heads[:size])
+        if self._hidden_states is None:
+            # Of the largest size: each would keep its own.
+            self._hidden_states = torch.empty_like(x), torch.empty_like(update)
+        kept_x, kept_update = (kept[:size] for kept in self._hidden_states)
         pieces.begin()
-        hidden_states = self._model.hidden_states(batch, self._kv_cache, attend=interrupt)
+        x, update = self._model.hidden_states(batch, self._kv_cache, attend=interrupt)
+        kept_x.copy_(x)
+        kept_update.copy_(update)
         capture.pieces.append(pieces.end())
-        return replace(capture, hidden_states=hidden_states)
+        return replace(capture, hidden_states=(kept_x, kept_update))
 
     def _batch(self, size: int, has_adapters: bool) -> ForwardBatch:
         """The first `size` rows as one sequence; no piece reads of which sequence a row is."""

@@ -88,12 +88,6 @@ def graph_memory(capture: Callable[[list[int]], object], sizes: list[int], measu
     return one.in_torch + math.ceil(results) + math.ceil(graphs)
 
 
-def trial_cache(model: Model, block_size: int, kv_dtype: torch.dtype, device: torch.device) -> KVCache:
-    """Of one block."""
-    shape = only_group(model.kv_groups).cache_shape(block_size, kv_dtype)
-    return KVCache(*(torch.zeros(shape, dtype=kv_dtype, device=device) for _ in range(2)))
-
-
 def step_lens(num_tokens: int, num_seqs: int, max_len: int) -> list[int]:
     """Tokens of each sequence of a largest step, single ones first: as many sequences as may run, as long as can be.
 

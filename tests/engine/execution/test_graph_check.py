@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from multilora_engine.engine import build
 from multilora_engine.engine.build import capture_graphs, capture_pieces
 from multilora_engine.engine.engine import Engine
 from multilora_engine.engine.memory import MemoryPlan
+from multilora_engine.execution import piecewise_graphs
 from multilora_engine.execution.cuda_graphs import Capture, DecodeGraphs
 from multilora_engine.execution.graph_check import GraphCheck, GraphFault
 from multilora_engine.execution.piecewise_graphs import CudaPieces, Pieces, PiecewiseGraphs, piece_sizes
@@ -145,7 +147,25 @@ def test_a_capture_that_fails_halfway_is_ended_and_one_that_has_ended_is_left_al
 def test_sizes_of_pieces_are_few_and_end_with_the_largest_step_that_pays() -> None:
     assert piece_sizes(200) == [64, 128, 192, 200]
     assert piece_sizes(3) == [3]
-    assert piece_sizes(4096) == [64, 128, 192, 256, 320, 384, 448, 512]
+    assert piece_sizes(700) == [64, 128, 192, 256, 320, 384, 448, 512, 640, 700]
+    large = [640, 768, 896, 1024, 1280, 1536, 1792, 2048]
+    assert piece_sizes(4096) == [64, 128, 192, 256, 320, 384, 448, 512, *large]
+
+
+def test_captures_that_take_too_long_end_with_the_sizes_that_serve_any_step(
+    tmp_path: Path, default_model_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look at the clock takes a second, and there is one before each size but the first."""
+    engine = make_engine(tmp_path, default_model_dir)
+    seconds = iter(range(100))
+    monkeypatch.setattr(piecewise_graphs, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    runner, tables = engine._runner, engine._loras.device.tables
+    with caplog.at_level(logging.WARNING):
+        pieces = PiecewiseGraphs(
+            runner._model, runner._kv_cache, tables, [8, 16, 24, 32, 40], RecordedPieces(), limit_s=2
+        )
+    assert pieces.sizes == [8, 16, 40]
+    assert "CUDA graphs of steps with prompts: 3 of 5 sizes, up to 40 tokens" in caplog.text
 
 
 @pytest.mark.parametrize("capture", [lambda run: lambda: None, lambda run: run() or (lambda: None)])
