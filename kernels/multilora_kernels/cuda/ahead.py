@@ -19,7 +19,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import triton
@@ -137,12 +137,25 @@ def _serve() -> None:
     for kernel in sys.stdin:
         try:
             module, _, name = json.loads(kernel)["name"].rpartition(".")
-            getattr(importlib.import_module(module), name).preload(kernel)
+            compiled = getattr(importlib.import_module(module), name).preload(kernel)
+            _build_launcher(compiled)
             result = "found" if hits[-1] else "compiled"
         except Exception as error:  # of the compiler or the assembler, which have no class in common
             result = " ".join(f"{type(error).__name__}: {error}".split())
         results.write(result + "\n")
         results.flush()
+
+
+def _build_launcher(kernel: Any) -> None:
+    """The C code by which Triton up to 3.6 launches a kernel, compiled for each kind of arguments; later ones have one.
+
+    Where that fails, as without CUDA's driver, the launch builds it, or tells why it cannot.
+    """
+    from triton.backends.nvidia import driver
+
+    if hasattr(driver, "make_launcher"):
+        with suppress(Exception):
+            driver.CudaLauncher(kernel.src, kernel.metadata)
 
 
 if __name__ == "__main__":
