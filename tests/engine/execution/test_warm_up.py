@@ -84,13 +84,14 @@ def test_the_kernels_that_are_compiled_ahead_are_those_that_the_steps_launch(
     device.serve(monkeypatch)
     runner, tables = engine._runner, engine._loras.device.tables
     steps = (runner._model, runner._kv_cache, tables, 200, 3, MAX_LEN, BLOCK_SIZE)
-    compute_steps(*steps)
+    with device:
+        compute_steps(*steps)
     monkeypatch.setattr(JITFunction, "run", run)
     set_driver(monkeypatch)
     # Fills memory that no kernel writes with the largest numbers: they must index nothing.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with noted_kernels() as kernels:
+        with device, noted_kernels() as kernels:
             compute_steps(*steps)
     finally:
         torch.use_deterministic_algorithms(False)
