@@ -78,8 +78,11 @@ class GraphCheck:
                 # The kernels one by one are those of a whole step, as the graph's are: other numbers of rows may have
                 # other ones.
                 batch, whole = self._batch(sequences[:num_rows], loras), self._batch(sequences, loras)
-                actual, _ = graphs.run(batch)
+                actual, best = graphs.run(batch)
                 self._compare(actual, self._forward(whole)[:num_rows], batch, f"{size} sequences")
+                likeliest = actual.gather(1, best.token_ids[:, None])[:, 0]
+                if not torch.equal(likeliest, actual.amax(dim=1)):
+                    raise GraphFault(f"the CUDA graph of {size} sequences chooses other tokens than the likeliest")
 
     @torch.inference_mode()
     def check_pieces(self, graphs: PiecewiseGraphs) -> None:

@@ -30,6 +30,7 @@ from multilora_engine.execution.graph_check import GraphCheck, GraphFault
 from multilora_engine.execution.piecewise_graphs import CudaPieces, Pieces, PiecewiseGraphs, piece_sizes
 from multilora_engine.models.model import only_group
 from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_engine.sampling.sampler import Best
 from multilora_kernels import LoRATables, PagedSequences
 
 MAX_NUM_SEQS, MAX_LEN = 5, 64
@@ -246,6 +247,15 @@ def test_a_graph_with_one_wrong_pointer_table_or_split_is_found(
         assert _capture(engine, functools.partial(record, change=fault())) is None
     assert "decode steps are launched kernel by kernel, which is slower" in caplog.text
     assert words in caplog.text
+
+
+def test_a_graph_that_chooses_other_tokens_than_the_likeliest_is_found(
+    tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(tmp_path, default_model_dir, max_num_seqs=MAX_NUM_SEQS)
+    monkeypatch.setattr(Best, "write", lambda best, logits: None)
+    with pytest.raises(GraphFault, match="of 1 sequences chooses other tokens than the likeliest"):
+        _capture(engine, record, enable_cuda_graphs=True)
 
 
 def test_a_piece_with_one_wrong_pointer_is_found(tmp_path: Path, default_model_dir: Path) -> None:
