@@ -233,7 +233,7 @@ class DeviceTier:
         assert adapter.entries is not None
         try:
             self._copy(adapter.pages, range(adapter.num_pages), pages).wait()
-            self._rows.write(lora_index, adapter.entries, pages)
+            self._rows.write(lora_index, adapter.entries, pages, not self._has_own_order)
             yield lora_index
         finally:
             self._rows.clear(lora_index)
