@@ -31,7 +31,7 @@ OWN_DECORATORS = {"property", "cached_property", "staticmethod", "classmethod", 
 """Decorators that leave a function to our own callers; any other may hand it to a library."""
 
 CALLED_BY_LIBRARIES = {
-    *("finalize", "format_usage", "has_ext_modules"),  # Triton, click, setuptools
+    *("finalize", "format_usage", "get_current_device", "has_ext_modules"),  # Triton, click, setuptools
     *(
         "attach_snapshot_publisher",
         "cleanup",
