@@ -43,7 +43,6 @@ def save_tiny_bart(path: Path) -> Path:
         *((save, {}) for save in (save_tiny_llama, save_tiny_w4a16, save_tiny_mixture, save_tiny_mxfp4)),
         *((save, {}) for save in (save_tiny_t5, save_tiny_bart)),
         (save_tiny_llama, {"lora": {"lora_dtype": "int8"}}),
-        (save_tiny_mixture, {"lora": {"lora_dtype": "int4"}}),
         (save_tiny_llama, {"block_size": 64, "kv_cache_dtype": "int8"}),
         (save_tiny_t5, {"block_size": 64, "kv_cache_dtype": "fp8"}),
     ],
