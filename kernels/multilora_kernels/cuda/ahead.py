@@ -14,15 +14,18 @@ import importlib
 import json
 import logging
 import os
+import pkgutil
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
+from triton.runtime.jit import JITFunction
 
 _logger = logging.getLogger(__name__)
 
@@ -44,6 +47,7 @@ def noted_kernels() -> Iterator[list[str]]:
     """Kernels that are not compiled in this process are only noted: nothing compiles or runs, and memory that they
     would write stays as it is. Each is told once, as `JITFunction.preload` takes it.
     """
+    _settle_keys()
     noted: dict[str, None] = {}
 
     def note(*, compile: dict[str, Any], **_: Any) -> bool:
@@ -112,6 +116,20 @@ def compile_ahead(
 _RESULTS = ("compiled", "found")
 
 
+def _settle_keys() -> None:
+    """Give all functions of this package their keys, in one order.
+
+    A key has the constants of the functions that a function calls, unless these get their own later: it depends on what
+    the process compiled before.
+    """
+    folder = str(Path(__file__).parent)
+    for found in sorted(pkgutil.iter_modules([folder]), key=lambda one: one.name):
+        module = importlib.import_module(f"{__package__}.{found.name}")
+        for _, value in sorted(vars(module).items()):
+            if isinstance(value, JITFunction) and value.fn.__module__ == module.__name__:
+                hash(value.cache_key)
+
+
 class _NoDevice:
     """A driver of Triton's that knows a target and has no device."""
 
@@ -132,6 +150,7 @@ def _serve() -> None:
     os.dup2(2, 1)
     target = triton.backends.compiler.GPUTarget(**json.loads(sys.stdin.readline()))
     triton.runtime.driver.set_active(_NoDevice(target))
+    _settle_keys()
     hits: list[bool] = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     for kernel in sys.stdin:
