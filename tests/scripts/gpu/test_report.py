@@ -198,7 +198,7 @@ def test_a_wrong_operator_ends_the_part_with_its_error(monkeypatch):
 def test_what_was_tuned_serves_its_rank_alone_on_its_architecture(tmp_path, monkeypatch):
     plan = {"max_rank": 16, "max_width": 1 << 20, "sizes": {"BLOCK_N": 64, "num_warps": 8}}
     before = json.loads(report.TILES.read_text())
-    entry = block_sizes.entry_with_plans("expand", "rows", 89, [plan])
+    entry = block_sizes.entry_with_plans("expand", "rows", 103, [plan])
     results = {
         "tuning": report.PartResult("tuning", rows=[dataclasses.asdict(Row(report.PLAN, note=json.dumps(entry)))])
     }
@@ -209,7 +209,7 @@ def test_what_was_tuned_serves_its_rank_alone_on_its_architecture(tmp_path, monk
     monkeypatch.setattr(block_sizes, "_table", block_sizes._table.__wrapped__)
     default = before["default"]["expand"]["rows"]["BLOCK_N"]
     served = [
-        block_sizes.block_sizes("expand", ROWS, rank, gpu, 4096, 64) for rank, gpu in ((16, 89), (17, 89), (16, 80))
+        block_sizes.block_sizes("expand", ROWS, rank, gpu, 4096, 64) for rank, gpu in ((16, 103), (17, 103), (16, 80))
     ]
     assert [(sizes["BLOCK_N"], sizes["num_warps"]) for sizes in served] == [(64, 8), (default, 4), (default, 4)]
 
