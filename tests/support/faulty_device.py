@@ -42,7 +42,7 @@ class FaultyDevice:
             def synchronize(self) -> None:
                 device.call("read")
 
-        monkeypatch.setattr(transfer, "_is_apart", lambda device: True)
+        monkeypatch.setattr(transfer, "is_apart", lambda device: True)
         monkeypatch.setattr(transfer, "_sent", self._calls_first("send", lambda tensor, device: tensor.clone()))
         monkeypatch.setattr(transfer, "_fetched", self._calls_first("fetch", torch.clone))
         monkeypatch.setattr(transfer, "_recorded_event", Event)

@@ -87,7 +87,7 @@ class FakeDevice(TorchDispatchMode):
         monkeypatch.setattr(sampler, "_sees_no_overflow", lambda logits, token_ids: False)
         # Kernels that do not run leave any numbers behind.
         monkeypatch.setattr(sampler, "_overflown", lambda probes: set())
-        monkeypatch.setattr(transfer, "_is_apart", lambda device: True)
+        monkeypatch.setattr(transfer, "is_apart", lambda device: True)
         monkeypatch.setattr(transfer, "_sent", copied("to the device"))
         monkeypatch.setattr(transfer, "_fetched", copied("from the device"))
         monkeypatch.setattr(transfer, "_recorded_event", Event)
@@ -100,7 +100,7 @@ def copies_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
         def synchronize(_event) -> None:
             pass
 
-    monkeypatch.setattr(transfer, "_is_apart", lambda device: True)
+    monkeypatch.setattr(transfer, "is_apart", lambda device: True)
     monkeypatch.setattr(transfer, "_sent", lambda tensor, device: tensor.clone())
     monkeypatch.setattr(transfer, "_fetched", torch.clone)
     monkeypatch.setattr(transfer, "_recorded_event", Event)

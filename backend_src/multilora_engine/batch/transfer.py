@@ -20,12 +20,12 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     A copy from pageable memory would wait until the device has done its earlier work. A copy from pinned memory queues
     after that work, and the host goes on. torch keeps the pinned memory until the copy is over.
     """
-    return _sent(tensor, device) if _is_apart(device) else tensor
+    return _sent(tensor, device) if is_apart(device) else tensor
 
 
 def arrays_to_device(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
     """`to_device` for several arrays in one copy. One copy of all takes the driver as long as a copy of one."""
-    if not _is_apart(device):
+    if not is_apart(device):
         return [torch.from_numpy(array) for array in arrays]
     sent = _sent(torch.from_numpy(_joined(arrays)), device)
     starts = _starts(arrays)
@@ -39,9 +39,9 @@ class FromDevice:
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         """The copies queue after the device's earlier work. Later work does not delay them."""
-        is_apart = _is_apart(tensors[0].device)
-        self._values = [_fetched(tensor) for tensor in tensors] if is_apart else list(tensors)
-        self._arrived = _recorded_event() if is_apart else None
+        are_apart = is_apart(tensors[0].device)
+        self._values = [_fetched(tensor) for tensor in tensors] if are_apart else list(tensors)
+        self._arrived = _recorded_event() if are_apart else None
 
     def wait(self) -> list[torch.Tensor]:
         """The values. Waits until all have arrived."""
@@ -70,7 +70,7 @@ def _starts(arrays: Sequence[NDArray[np.int64]]) -> list[int]:
 # The seam of devices: all that a step needs of a device, except operators.
 
 
-def _is_apart(device: torch.device) -> bool:
+def is_apart(device: torch.device) -> bool:
     """Whether the device has memory of its own."""
     return device.type == "cuda"
 

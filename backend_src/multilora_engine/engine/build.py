@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,7 +15,7 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.engine.memory import MemoryPlan
 from multilora_engine.errors import ConfigError
 from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, Forward, capture_decode, graph_sizes
-from multilora_engine.execution.device_probe import is_device_dead, is_out_of_memory
+from multilora_engine.execution.device_probe import DeviceProbe, is_device_dead, is_out_of_memory
 from multilora_engine.execution.graph_check import GraphCheck, GraphFault
 from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.execution.piecewise_graphs import CudaPieces, Pieces, PiecewiseGraphs, piece_sizes
@@ -139,10 +138,11 @@ def build_lora_manager(
     config: EngineConfig,
     layout: AdapterLayout,
     plan: MemoryPlan,
-    device: torch.device,
+    probe: DeviceProbe,
     events: EventLog[AdapterEvent],
     check_traits: Callable[[AdapterTraits], None],
 ) -> LoRAManager:
+    device = probe.device
     host = HostTier(plan.num_host_pages, layout.page_bytes, pin_memory=device.type == "cuda")
     # Where GPU operators compute on a CPU, codes have an order of their own, which the host's pages do not have.
     is_shared = device.type == "cpu" and not (layout.lora_dtype in CODE_BITS and has_gpu_operators(device))
@@ -153,7 +153,7 @@ def build_lora_manager(
         device_pool,
         config.lora.max_loras,
         events.append,
-        is_device_dead=partial(is_device_dead, device),
+        is_device_dead=probe.is_dead,
     )
     disk = None
     if config.lora.lora_cache_dir is not None:

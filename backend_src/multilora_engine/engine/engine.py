@@ -26,7 +26,7 @@ from multilora_engine.engine.request_limits import RequestLimits
 from multilora_engine.engine.scheduler import PromptWaits, Scheduler
 from multilora_engine.engine.unpacked_weights import UnpackedWeights
 from multilora_engine.errors import AdapterNotFound, Cancelled, InternalError, InvalidRequest, RequestError
-from multilora_engine.execution.device_probe import is_device_dead, is_out_of_memory
+from multilora_engine.execution.device_probe import DeviceProbe, is_out_of_memory
 from multilora_engine.guides.guided import GuideCompiler
 from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.adapter_sets import AdapterSets
@@ -90,13 +90,18 @@ class Engine:
         config = on_device(config, choose_device(config).type)
         base = load_base_model(config, on_progress)
         self.info = describe_engine(config, base)
-        self._device = base.device
+        self._device_probe = DeviceProbe(base.device)
         self._tokenizer = base.tokenizer
         self._max_loras = config.lora.max_loras
         self.lora_events = AdapterEventLog(_NUM_LORA_EVENTS)
         self._ropes = AdapterRopes(base.config.ropes)
         self._loras = build_lora_manager(
-            config, base.layout, base.plan, base.device, self.lora_events, partial(_check_traits, base, self._ropes)
+            config,
+            base.layout,
+            base.plan,
+            self._device_probe,
+            self.lora_events,
+            partial(_check_traits, base, self._ropes),
         )
         uses = UseReader(base.tokenizer, config.model_path, base.config.vocab_size)
         if config.lora.lora_prefetch_dir is not None:
@@ -259,7 +264,7 @@ class Engine:
 
     def is_device_dead(self) -> bool:
         """Whether the device computes nothing any more. To be asked after an exception; may take some seconds."""
-        return is_device_dead(self._device)
+        return self._device_probe.is_dead()
 
     def note_sent(self) -> None:
         """The outputs of the last `step` have left. With that known, steps that send much are kept short, too."""

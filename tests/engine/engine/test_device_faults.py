@@ -21,7 +21,8 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.engine.build import _unless_it_fails
 from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import ConfigError
-from multilora_engine.execution.device_probe import is_device_dead, is_out_of_memory
+from multilora_engine.execution import device_probe
+from multilora_engine.execution.device_probe import DeviceProbe, is_device_dead, is_out_of_memory
 from multilora_engine.execution.graph_check import GraphFault
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.free_pages import PagePool
@@ -61,6 +62,7 @@ def engine(only_engine: Engine, device: FaultyDevice) -> Iterator[Engine]:
     """On a device that is sound again, and without requests, after each test."""
     yield only_engine
     only_engine._in_flight = None
+    only_engine._device_probe._is_known_dead = False
     for name in ("r", "lost"):
         only_engine.abort(name)
     assert_idle(only_engine)
@@ -182,6 +184,38 @@ def test_a_device_that_hangs_is_dead(
     assert is_device_dead(CPU, limit_s=0.05)
     assert "cpu is dead: a number that was sent there has not come back after 0.05 s" in caplog.text
     end.set()
+
+
+def test_a_device_that_was_found_dead_is_not_asked_again(device: FaultyDevice) -> None:
+    probe = DeviceProbe(CPU)
+    assert not probe.is_dead()
+    device.fail("send", RuntimeError(ILLEGAL_ACCESS))
+    assert probe.is_dead()
+    assert probe.is_dead()
+    assert not is_device_dead(CPU)
+    assert device.num_failed == 1
+
+
+def test_a_device_whose_memory_is_the_hosts_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long nobody has time to answer, or whatever else is wrong with the process."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError(ILLEGAL_ACCESS)
+
+    monkeypatch.setattr(device_probe, "to_device", fail)
+    assert not is_device_dead(CPU)
+
+
+def test_a_device_that_nobody_can_ask_is_not_known_to_be_dead(
+    device: FaultyDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    device.fail("send", RuntimeError(ILLEGAL_ACCESS))
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    assert not is_device_dead(CPU)
+    assert "nobody can ask whether cpu is dead: can't start new thread" in caplog.text
 
 
 @pytest.mark.parametrize("text", ["CUDA error: an illegal memory access was encountered", "out of memory", ""])
