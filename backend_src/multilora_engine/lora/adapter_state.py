@@ -70,7 +70,7 @@ class Device(Enum):
     IN_USE = auto()
     """Running sequences use them."""
     FAILED = auto()
-    """The last copy failed, which the requests that wait for it have not heard yet."""
+    """The last copy, or the write of its row, failed, which the requests that wait for it have not heard yet."""
 
 
 class FreedBy(Enum):
@@ -106,7 +106,7 @@ TRANSITIONS: frozenset[tuple[State, State]] = frozenset(
         (File.REFUSED, File.WRITING),  # tried again
         (Device.ABSENT, Device.READY),  # the device's memory is the host's
         (Device.ABSENT, Device.COPYING),
-        (Device.ABSENT, Device.FAILED),  # the copy could not begin
+        (Device.ABSENT, Device.FAILED),  # the copy could not begin, or the row not be written
         (Device.COPYING, Device.READY),
         (Device.COPYING, Device.FAILED),
         (Device.COPYING, Device.ABSENT),  # failed while the adapter was dropped: nobody waits to hear of it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -146,6 +146,8 @@ class IdleAdapters:
         assert self.num_pages == sum(idle.values())
 
 
+_COPYING = "copying it to the device"
+
 _logger = logging.getLogger(__name__)
 
 
@@ -168,9 +170,9 @@ class DeviceTier:
     """Pages on the device and the tables that address them. Writes the device's states of adapters.
 
     On a CPU the host tier's pages are the device's (`host_pool is device_pool`): nothing is ever copied. Otherwise an
-    adapter is copied page by page beside the steps, and `is_ready` tells when a step may use it. A copy that fails
-    leaves nothing behind, and is not tried again before `take_failures` has told of it. But if the device is dead, its
-    error is raised from any operation: no adapter is at fault.
+    adapter is copied page by page beside the steps, and `is_ready` tells when a step may use it. A copy that fails, or
+    a write of its row, leaves nothing behind, and is not tried again before `take_failures` has told of it. But if the
+    device is dead, its error is raised from any operation: no adapter is at fault.
 
     A running sequence is a *user* of its adapter. Adapters without users are *idle*: they stay until their pages or
     their `lora_index` are wanted, least recently used first. No operation but `stats` looks at all adapters.
@@ -188,7 +190,7 @@ class DeviceTier:
         copy_pages: CopyPages | None = None,
         is_device_dead: Callable[[], bool] = lambda: False,
     ) -> None:
-        """copy_pages: in place of the copies that fit the device. is_device_dead: asked after a copy has failed."""
+        """copy_pages: in place of the copies that fit the device. is_device_dead: asked after a failure."""
         self.layout = layout
         self._on_event = on_event
         self._hits = 0
@@ -225,19 +227,18 @@ class DeviceTier:
     def scratch_adapter(self, adapter: PackedAdapter) -> Iterator[int]:
         """The row in `tables` of an adapter that nobody has sent, in pages that fit, until the context ends.
 
-        At start only: no row is taken. Raises RuntimeError if its copy fails.
+        At start only: no row is taken. Raises the error of its copy, or of the write of its row.
         """
-        pages = self._pool.allocate(page_shape(adapter.rows, adapter.num_pages, self.layout))
         lora_index = self._rows.claim()
         assert lora_index is not None, "every row is taken"
-        assert adapter.entries is not None
-        try:
+        with ExitStack() as stack:
+            stack.callback(self._rows.clear, lora_index)
+            assert adapter.entries is not None
+            pages = self._pool.allocate(page_shape(adapter.rows, adapter.num_pages, self.layout))
+            stack.callback(self._pool.free, pages)
             self._copy(adapter.pages, range(adapter.num_pages), pages).wait()
             self._rows.write(lora_index, adapter.entries, pages, not self._has_own_order)
             yield lora_index
-        finally:
-            self._rows.clear(lora_index)
-            self._pool.free(pages)
 
     @property
     def is_shared(self) -> bool:
@@ -307,15 +308,28 @@ class DeviceTier:
             adapter.state.move(Device.ABSENT)
 
     def acquire(self, adapter: CachedAdapter) -> bool:
-        """Give a ready adapter a `lora_index` and one more user. False if `max_loras` others have users."""
+        """Give a ready adapter a `lora_index` and one more user.
+
+        False if `max_loras` others have users, or the write of its row has failed.
+        """
         resident = self._residents[adapter]
         if resident.lora_index is None:
             index = self._claim_index()
             if index is None:
                 return False
-            resident.lora_index = index
             assert adapter.entries is not None, "it is not in memory"
-            self._rows.write(index, adapter.entries, resident.pages, resident.has_order or not self._has_own_order)
+            has_order = resident.has_order or not self._has_own_order
+            try:
+                self._rows.write(index, adapter.entries, resident.pages, has_order)
+            except Exception as error:
+                self._rows.free(index)
+                # The pages go, too: nobody knows which order their codes have by now.
+                self.drop(adapter)
+                if not isinstance(error, RuntimeError | MemoryError):
+                    raise
+                self._note_failure(adapter, error, "writing its row of the tables")
+                return False
+            resident.lora_index = index
             resident.has_order = True
         if resident.num_users == 0:
             self._idle.discard(adapter)
@@ -479,17 +493,17 @@ class DeviceTier:
         if not self.is_shared:
             self._pool.free(resident.pages)
 
-    def _note_failure(self, adapter: CachedAdapter, error: RuntimeError) -> None:
-        self._log_failure(adapter, error)
+    def _note_failure(self, adapter: CachedAdapter, error: Exception, work: str = _COPYING) -> None:
+        self._log_failure(adapter, error, work)
         adapter.state.move(Device.FAILED)
-        self._failures[adapter] = AdapterNotLoaded(adapter.lora_task_id, f"copying it to the device failed: {error}")
+        self._failures[adapter] = AdapterNotLoaded(adapter.lora_task_id, f"{work} failed: {error}")
 
-    def _log_failure(self, adapter: CachedAdapter, error: RuntimeError) -> None:
+    def _log_failure(self, adapter: CachedAdapter, error: Exception, work: str = _COPYING) -> None:
         """Raises `error` of a dead device."""
         if self._is_device_dead():
             raise error
         self._num_failures += 1
-        _logger.error("LoRA task %s: copying it to the device failed: %s", label_of(adapter.lora_task_id), error)
+        _logger.error("LoRA task %s: %s failed: %s", label_of(adapter.lora_task_id), work, error)
 
     def _emit(self, kind: Literal["loaded_to_device", "unloaded_from_device"], adapter: CachedAdapter) -> None:
         self._on_event(adapter_event(kind, adapter.lora_task_id, adapter.digest))

@@ -73,7 +73,7 @@ class TierStats:
     hits, misses: requests that found their adapter here, and that did not and had to go on to the next tier.
     copies, copy_seconds: adapters that were copied into the tier, and how long that took.
     failures: adapters that were lost because a file could not be written, or was damaged; that could not be copied
-        into the tier when they were wanted; or that no source gave.
+        into the tier, or used there, when they were wanted; or that no source gave.
     """
 
     bytes_used: int = 0

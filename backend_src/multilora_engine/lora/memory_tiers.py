@@ -71,8 +71,8 @@ class MemoryTiers:
         """Make a pinned adapter usable by the next step, for one sequence more.
 
         False if the adapter has to wait: its file is still being read, its copy to the device was started by this call
-        or is under way, there is no room on the device without evicting one of `wanted`, or `max_loras` others are in
-        use.
+        or is under way, there is no room on the device without evicting one of `wanted`, `max_loras` others are in use,
+        or its copy or the write of its row failed, which the next poll tells.
         """
         assert adapter.state.num_pins > 0
         is_usable = (

@@ -24,6 +24,7 @@ from multilora_engine.errors import ConfigError
 from multilora_engine.execution import device_probe
 from multilora_engine.execution.device_probe import DeviceProbe, is_device_dead, is_out_of_memory
 from multilora_engine.execution.graph_check import GraphFault
+from multilora_engine.lora.device_tier import TableRows
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.free_pages import PagePool
 from multilora_engine.lora.page_copies import PageCopy
@@ -152,6 +153,32 @@ def test_a_copy_of_pages_that_fails_is_its_adapters_failure_only_on_a_live_devic
         assert [output.error_code for output in outputs] == ["UNAVAILABLE"]
         assert f"copying it to the device failed: {text[:20]}" in str(outputs[0].error_message)
         assert not engine.is_device_dead()
+
+
+def test_an_adapter_whose_row_could_not_be_written_for_want_of_memory_answers_rightly_the_next_time(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a request of the base model, which hears nothing of it."""
+    layout = engine.info.adapter_layout
+    wire = wire_adapter(layout, [(module, layer, 4) for module in (4, 6) for layer in (0, 1)])
+    for task in (8, 9):
+        engine.put_adapter(task, pack_adapter(4 * wire.weights, wire.config, layout))
+    asked = msgspec.structs.replace(request("r"), lora_task_id=9)
+    expected = run_all(engine, [msgspec.structs.replace(asked, lora_task_id=8)])["r"].token_ids
+    of_base = run_all(engine, [request("r")])["r"].token_ids
+    assert expected != of_base
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TableRows, "write", fail)
+        lost, beside = run_all(engine, [msgspec.structs.replace(asked, request_id="lost"), request("r")]).values()
+    assert lost.final is not None
+    assert lost.final.error_code == "UNAVAILABLE"
+    assert "writing its row of the tables failed: CUDA out of memory" in str(lost.final.error_message)
+    assert beside.token_ids == of_base
+    assert run_all(engine, [asked])["r"].token_ids == expected
 
 
 def test_an_error_that_passes_leaves_the_device_alive(engine: Engine, device: FaultyDevice) -> None:

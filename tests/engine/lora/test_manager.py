@@ -34,12 +34,12 @@ from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNo
 from multilora_engine.lora import device_tier
 from multilora_engine.lora.adapter_file import write_file_atomically
 from multilora_engine.lora.adapter_state import TRANSITIONS, AdapterState, CachedAdapter, Memory, State
-from multilora_engine.lora.device_tier import DeviceTier
+from multilora_engine.lora.device_tier import DeviceTier, TableRows
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.free_pages import PagePool
 from multilora_engine.lora.host_tier import HostTier, copy_pages, move_pages
-from multilora_engine.lora.layout import PackedAdapter
+from multilora_engine.lora.layout import PackedAdapter, TableEntries
 from multilora_engine.lora.life_cycle import OnEvent, ignore_event
 from multilora_engine.lora.manager import LoRAManager, Origin
 from multilora_engine.lora.names import TaskId, TenantTaskId, label_of, scoped_task_id
@@ -1096,6 +1096,85 @@ def test_a_copy_that_fails_on_a_dead_device_is_no_failure_of_its_adapter(fails_w
         manager.device.drop(adapter) if fails_when == "its adapter is dropped" else manager.memory.acquire(adapter)
     assert manager.stats.device.failures == 0
     assert not manager.device.has_failures
+
+
+class _OutOfResources(Exception):
+    """As Triton's, which is no RuntimeError."""
+
+
+@pytest.mark.parametrize("num_device_pages", [4, None])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), _OutOfResources("shared memory")])
+def test_a_row_that_is_not_written_to_its_end_leaves_nothing_and_can_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch, num_device_pages: int | None, error: Exception
+) -> None:
+    """It is the row of another adapter, and the order of codes has come half-way."""
+    manager = build_manager(6, num_device_pages, "refuse", max_loras=1)
+    for task, content in enumerate((3, 4)):
+        manager.put(task, CONTENTS[content][1])
+    use(manager, 0)
+    write = TableRows.write
+
+    def fail(rows: TableRows, index: int, entries: TableEntries, pages: list[int], has_order: bool = True) -> None:
+        write(rows, index, entries, pages, has_order)
+        rows.tables.rank[index, ::2] = 0
+        if num_device_pages is not None:
+            manager.device._pool.storage[pages] = 0xFF
+        raise error
+
+    adapter = manager.pin(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(TableRows, "write", fail)
+        if isinstance(error, RuntimeError):
+            assert not manager.memory.acquire(adapter)
+            manager.check_integrity()
+            assert not manager.memory.acquire(adapter), "not again before it is told"
+            (told,) = manager.poll().values()
+            assert (type(told), told.code) == (AdapterNotLoaded, "UNAVAILABLE")
+            assert "writing its row of the tables failed: CUDA out of memory" in str(told)
+        else:
+            with pytest.raises(_OutOfResources):
+                manager.memory.acquire(adapter)
+        assert manager.poll() == {}
+        manager.check_integrity()
+    assert manager.stats.device.failures == isinstance(error, RuntimeError)
+    assert manager.memory.acquire(adapter)
+    assert_tables_hold(manager, adapter, CONTENTS[4][0])
+    manager.check_integrity()
+
+
+def test_a_row_that_cannot_be_written_on_a_dead_device_is_no_failure_of_its_adapter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager = build_manager(6, 4, "refuse", is_device_dead=lambda: True)
+    manager.put(5, CONTENTS[0][1])
+    adapter = manager.pin(5)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(TableRows, "write", fail)
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):
+        manager.memory.acquire(adapter)
+    assert not manager.device.has_failures
+
+
+@pytest.mark.parametrize(
+    ("max_loras", "content", "error"), [(2, 3, "wanted, 1 free"), (1, 0, "every row is taken"), (2, 0, "CUDA error")]
+)
+def test_a_scratch_adapter_that_does_not_come_leaves_nothing(max_loras: int, content: int, error: str) -> None:
+    """Beside one of two pages there are no two pages more, no row is free, or the copy fails."""
+    copies = SteppedCopies()
+    manager = build_manager(1, 3, "refuse", copy_pages=copies, max_loras=max_loras)
+    device = manager.device
+    with device.scratch_adapter(CONTENTS[3][1]):
+        copies.is_broken = error == "CUDA error"
+        with (
+            pytest.raises((AssertionError, RuntimeError), match=error),
+            device.scratch_adapter(CONTENTS[content][1]),
+        ):
+            pass
+    manager.check_integrity()
+    assert not device.tables.rank.any()
 
 
 def disk_manager(directory: Path, num_host_pages: int) -> tuple[LoRAManager, SteppedWorkers]:
