@@ -124,7 +124,8 @@ class Choice:
         scored_rows = _index(scored, logits) if scored else None
         log_probs = None if scored_rows is None else _rows(logits, scored_rows).log_softmax(dim=-1)
         self._kept = _own_logits(logits, sequences)
-        best = None if are_adjusted(sequences) else best
+        if best is not None and are_adjusted(sequences):
+            best = None
         self._restricted = adjust_logits(logits, sequences, end_token_ids, tokens)
         self.token_ids, probes = _choose(logits, sequences, tokens, best)
         # The probes travel with the tokens: when the probes are read, the logits may be of another step.

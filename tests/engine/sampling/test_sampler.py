@@ -59,6 +59,17 @@ def _by_reference(scores: torch.Tensor, rules: list[SamplingRule]) -> torch.Tens
     return sampling_reference.sample_tokens(scores, torch.tensor(rules, dtype=torch.float64))
 
 
+def test_without_best_tokens_nobody_asks_whether_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU's steps have none."""
+    asked: list[list[Sequence]] = []
+    monkeypatch.setattr(sampler, "are_adjusted", lambda sequences: asked.append(sequences))
+    rows = [sequence(SamplingParams(max_tokens=1))]
+    Choice(logits(1), rows, ())
+    assert asked == []
+    Choice(logits(1), rows, (), best=sampler.Best.of(logits(1)))
+    assert asked == [rows]
+
+
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
