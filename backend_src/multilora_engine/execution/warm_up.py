@@ -17,7 +17,15 @@ from multilora_engine.batch.forward_batch import KVCache
 from multilora_engine.execution.self_test import StartProgress, faults_named
 from multilora_engine.execution.step_memory import source_lens, step_lens, trial_batch
 from multilora_engine.models.model import Model
-from multilora_kernels import LoRATables, SamplingRule, forbid_tokens, penalise_tokens, sample_tokens
+from multilora_kernels import (
+    LoRATables,
+    SamplingRule,
+    forbid_tokens,
+    has_own_order,
+    order_codes,
+    penalise_tokens,
+    sample_tokens,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -65,6 +73,8 @@ def compute_steps(
 
     bounds = [*row_bounds(capability(kv_cache.keys.device)), *(ROW_BOUNDS if model.weight_switches else ())]
     steps = warm_up_steps(max_num_tokens, max_num_seqs, max_len, bounds)
+    if has_own_order(tables.arena):
+        _order_nothing(tables)
     with StartProgress("kernels of steps") as progress:
         for number, query_lens in enumerate(steps):
             step = f"a step of {sum(query_lens)} tokens in {len(query_lens)} sequences"
@@ -100,6 +110,12 @@ def compile_kernels(launch: Callable[[], object]) -> None:
     )
 
 
+def _order_nothing(tables: LoRATables) -> None:
+    """What brings an adapter's codes to the order of the device, for one matrix without ranks or outputs."""
+    nothing = torch.zeros(1, dtype=torch.int64, device=tables.arena.device)
+    order_codes(tables.arena, nothing, nothing, nothing, tables.max_rank)
+
+
 def _adjust(logits: torch.Tensor) -> None:
     """A penalty and a ban in the first row."""
     counts = torch.zeros(1, logits.shape[1], dtype=torch.int32, device=logits.device)
@@ -110,11 +126,20 @@ def _adjust(logits: torch.Tensor) -> None:
 
 
 def warm_up_steps(max_num_tokens: int, max_num_seqs: int, max_len: int, bounds: Sequence[int] = ()) -> list[list[int]]:
-    """Tokens of each sequence of some steps, in which every kernel of any step is: those without a prompt have none of
-    their own, and the number of tokens counts by powers of two, and by `bounds`, up to which there are plans.
+    """Tokens of each sequence of some steps, in which every kernel of any step is.
+
+    The number of tokens counts by powers of two, and by `bounds`, up to which there are plans. Steps without a prompt
+    and steps with one have kernels of their own: where a size has room for both, there are both.
     """
     sizes = [1]
     while sizes[-1] < max_num_tokens:
         sizes.append(min(max(_FEWEST_TOKENS, 2 * sizes[-1]), max_num_tokens))
     sizes = sorted({*sizes, *(size for bound in bounds for size in (bound, bound + 1) if size <= max_num_tokens)})
-    return [step_lens(size, min(size, max_num_seqs), max_len) for size in sizes]
+    steps = []
+    for size in sizes:
+        if size <= max_num_seqs:
+            steps.append([1] * size)
+        if size > 1 and max_len > 1:
+            num_seqs = max_num_seqs if size > max_num_seqs else size // 2
+            steps.append(step_lens(size, num_seqs, max_len))
+    return steps

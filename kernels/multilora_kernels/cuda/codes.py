@@ -130,7 +130,9 @@ def order_constants(max_rank: int, code_bits: int) -> dict[str, Any]:
     return {"BLOCK_C": columns, "CODE_BITS": code_bits, "num_warps": 1 if columns <= 32 else 4}
 
 
-@triton.jit
+# An adapter's numbers lie in rows of one table: whether a row begins at a multiple of sixteen bytes depends on how many
+# matrices the adapter has.
+@triton.jit(do_not_specialize=["ranks_ptr", "b_offset_ptr", "out_features_ptr"])
 def order_codes_kernel(
     arena_ptr, ranks_ptr, b_offset_ptr, out_features_ptr, BLOCK_C: tl.constexpr, CODE_BITS: tl.constexpr
 ):

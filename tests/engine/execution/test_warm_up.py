@@ -18,10 +18,11 @@ from support.tiny_mixture import save_tiny_mixture
 from triton.runtime.jit import JITFunction
 
 from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
+from multilora_engine.engine import base_model
 from multilora_engine.engine.engine import Engine
 from multilora_engine.execution.warm_up import compute_steps, warm_up, warm_up_steps
 from multilora_engine.request import GenerationRequest, SamplingParams
-from multilora_kernels import cuda
+from multilora_kernels import cuda, order_codes
 from multilora_kernels.cuda.ahead import noted_kernels
 from multilora_kernels.self_test import OperatorFault
 
@@ -37,20 +38,38 @@ def test_steps_are_of_every_size_that_counts() -> None:
     assert [len(step) for step in warm_up_steps(16384, 4, 16384)] == [1, *[4] * 8]
 
 
+def test_sizes_that_may_be_all_decodes_have_steps_with_and_without_a_prompt() -> None:
+    assert warm_up_steps(5, 128, 600, [2]) == [[1], [1, 1], [2], [1, 1, 1], [3], [1] * 5, [1, 4]]
+    # Sequences of a single token have no prompt that could be longer.
+    assert warm_up_steps(2, 2, 1) == [[1], [1, 1]]
+
+
 def _save_quantized(path: Path, **options: Any) -> Path:
     """With inputs enough to be cut into splits."""
     return save_tiny_w4a16(path, intermediate_size=1024, **options)
 
 
-@pytest.mark.parametrize(("save", "max_lora_rank"), [(save_tiny_llama, 8), (save_tiny_llama, 64), (_save_quantized, 8)])
+@pytest.mark.parametrize(
+    ("save", "max_lora_rank", "lora_dtype"),
+    [
+        (save_tiny_llama, 8, "auto"),
+        (save_tiny_llama, 64, "auto"),
+        (save_tiny_llama, 8, "int8"),
+        (_save_quantized, 8, "auto"),
+    ],
+)
 def test_no_kernel_is_compiled_after_it(
     tmp_path: Path,
     default_model_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
     save: Callable[..., Path],
     max_lora_rank: int,
+    lora_dtype: str,
 ) -> None:
     device = make_device(monkeypatch)
+    # Before the engine is there, so that codes of adapters have the order of a device.
+    device.serve(monkeypatch)
+    monkeypatch.setattr(base_model, "check_operators", lambda *_: None)
     engine = make_engine(
         tmp_path,
         default_model_dir,
@@ -59,10 +78,10 @@ def test_no_kernel_is_compiled_after_it(
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=MAX_LEN,
         block_size=BLOCK_SIZE,
-        lora={"max_lora_rank": max_lora_rank},
+        lora={"max_lora_rank": max_lora_rank, "lora_dtype": lora_dtype},
         enable_async_scheduling=True,
     )
-    device.serve(monkeypatch)
+    device.variants.clear()
     with device:
         runner = engine._runner
         tables = engine._loras.device.tables
@@ -72,6 +91,15 @@ def test_no_kernel_is_compiled_after_it(
         _serve(engine, device)
     assert device.variants
     assert not device.variants - compiled
+
+
+def test_codes_of_any_number_of_matrices_are_ordered_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, arena = make_device(monkeypatch), torch.zeros(64, dtype=torch.int8)
+    device.serve(monkeypatch)
+    for num_matrices in range(1, 5):
+        order_codes(arena, *torch.zeros(3, num_matrices, dtype=torch.int64), max_rank=8)
+    assert device.launches["order_codes_kernel"] == 4
+    assert len(device.variants) == 1
 
 
 @pytest.mark.parametrize("save", [save_tiny_llama, save_tiny_mixture])
