@@ -71,10 +71,10 @@ def reference_segments(
     mapping = token_lora_mapping.long()
     # Base tokens get the key max_loras, so the stable sort puts them after all adapters' tokens.
     keys, order = torch.sort(torch.where(mapping < 0, max_loras, mapping), stable=True)
-    counts = torch.zeros(max_loras + 1, dtype=torch.int64, device=mapping.device)
-    counts.scatter_add_(0, keys, torch.ones_like(keys))
-    run_start = torch.cumsum(counts, 0) - counts
-    num_chunks = (counts[:max_loras] + chunk_size - 1) // chunk_size
+    # Keys are compared, and index nothing: where kernels are only noted, a mapping that they write holds any numbers.
+    bounds = torch.searchsorted(keys, torch.arange(max_loras + 1, device=mapping.device))
+    run_start, counts = bounds[:-1], bounds.diff()
+    num_chunks = (counts + chunk_size - 1) // chunk_size
     chunk_end = torch.cumsum(num_chunks, 0)
     chunk = torch.arange(capacity, device=mapping.device)
     lora_index = torch.searchsorted(chunk_end, chunk, right=True)

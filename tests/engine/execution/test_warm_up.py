@@ -23,6 +23,7 @@ from multilora_engine.engine.engine import Engine
 from multilora_engine.execution.warm_up import compute_steps, warm_up, warm_up_steps
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_kernels import cuda, order_codes
+from multilora_kernels.cuda import experts
 from multilora_kernels.cuda.ahead import noted_kernels
 from multilora_kernels.self_test import OperatorFault
 
@@ -102,11 +103,20 @@ def test_codes_of_any_number_of_matrices_are_ordered_by_one_kernel(monkeypatch: 
     assert len(device.variants) == 1
 
 
-@pytest.mark.parametrize("save", [save_tiny_llama, save_tiny_mixture])
+@pytest.mark.parametrize(
+    ("save", "max_pairs"), [(save_tiny_llama, None), (save_tiny_mixture, None), (save_tiny_mixture, 60)]
+)
 def test_the_kernels_that_are_compiled_ahead_are_those_that_the_steps_launch(
-    tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[..., Path]
+    tmp_path: Path,
+    default_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    save: Callable[..., Path],
+    max_pairs: int | None,
 ) -> None:
+    """max_pairs: of a mixture, that a kernel sorts; torch sorts more."""
     device = make_device(monkeypatch)
+    if max_pairs is not None:
+        monkeypatch.setattr(experts, "MAX_TOKENS", max_pairs)
     engine = make_engine(tmp_path, default_model_dir, save)
     run = JITFunction.run
     device.serve(monkeypatch)
