@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import triton
 from support.fake_driver import TARGET, set_driver
 
-from multilora_kernels.cuda.ahead import Ahead, compile_ahead, noted_kernels
+from multilora_kernels.cuda import ahead
+from multilora_kernels.cuda.ahead import PROCESS_BYTES, Ahead, compile_ahead, noted_kernels
 from multilora_kernels.cuda.elementwise import activation_constants, activation_kernel
 from multilora_kernels.cuda.step_inputs import fill_constants, fill_kernel
 
@@ -39,8 +43,10 @@ def test_a_launch_finds_what_was_compiled_ahead(
     unknown = json.dumps(json.loads(kernels[0]) | {"name": "multilora_kernels.cuda.elementwise.no_kernel"})
     begun: list[str] = []
     with caplog.at_level(logging.WARNING):
-        ahead = compile_ahead([*kernels, unknown], TARGET, 1, lambda done, total, name: begun.append(f"{done}/{total}"))
-    assert ahead == Ahead(num_compiled=2, num_found=0, num_failed=1, num_processes=1)
+        result = compile_ahead(
+            [*kernels, unknown], TARGET, PROCESS_BYTES, lambda done, total, name: begun.append(f"{done}/{total}")
+        )
+    assert result == Ahead(num_compiled=2, num_found=0, num_failed=1, num_processes=1)
     assert begun == ["0/3", "1/3", "2/3"]
     assert "no_kernel was not compiled ahead: AttributeError" in caplog.text
 
@@ -51,4 +57,40 @@ def test_a_launch_finds_what_was_compiled_ahead(
 
 
 def test_nothing_to_compile_starts_no_process() -> None:
-    assert compile_ahead([], TARGET) == Ahead(0, 0, 0, 0)
+    assert compile_ahead([], TARGET, PROCESS_BYTES) == Ahead(0, 0, 0, 0)
+
+
+def test_a_process_that_ends_leaves_its_kernels_to_their_launch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    children: list[subprocess.Popen[str]] = []
+
+    def popen(*args: Any, **options: Any) -> subprocess.Popen[str]:
+        # It answers once, however many kernels it is given.
+        args = ([sys.executable, "-c", "input(); print('compiled', flush=True); input()"], *args[1:])
+        children.append(Popen(*args, **options))
+        return children[0]
+
+    def on_kernel(done: int, total: int, name: str) -> None:
+        if done == 1:
+            children[0].kill()
+            children[0].wait()
+
+    Popen = subprocess.Popen
+    monkeypatch.setattr(ahead.subprocess, "Popen", popen)
+    kernels = [json.dumps({"name": f"module.kernel_{n}"}) for n in range(3)]
+    assert compile_ahead(kernels, TARGET, PROCESS_BYTES, on_kernel) == Ahead(1, 0, 2, 1)
+    assert "kernel_1 was not compiled ahead: the process has ended" in caplog.text
+
+
+@pytest.mark.parametrize(("memory", "num_processes"), [(0, 1), (3 * PROCESS_BYTES - 1, 2), (1 << 40, 5)])
+def test_there_are_as_many_processes_as_cores_and_memory_allow(
+    monkeypatch: pytest.MonkeyPatch, memory: int, num_processes: int
+) -> None:
+    popen, answer = subprocess.Popen, "for _ in open(0): print('found', flush=True)"
+    monkeypatch.setattr(
+        ahead.subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", answer], **options)
+    )
+    monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _: range(5))
+    kernels = [json.dumps({"name": f"module.kernel_{n}"}) for n in range(7)]
+    assert compile_ahead(kernels, TARGET, memory) == Ahead(0, 7, 0, num_processes)

@@ -27,6 +27,7 @@ from multilora_engine.engine.memory import (
     NO_STEP_BYTES,
     MemoryPlan,
     StepBytes,
+    available_memory,
     give_back_freed_memory,
     plan_memory,
     wait_for_freed_memory,
@@ -197,7 +198,7 @@ def _compile_kernels(model: Model, config: EngineConfig, tables: LoRATables, kv_
         compute_steps(model, kv_cache, tables, *sizes, config.block_size, config.max_num_encoder_tokens)
         launch_operators(model, tables, kv_dtype, config)
 
-    compile_kernels(launch)
+    compile_kernels(launch, available_memory())
 
 
 def _measure_steps(model: Model, config: EngineConfig, tables: LoRATables, kv_dtype: torch.dtype) -> StepBytes:

@@ -89,9 +89,11 @@ def compute_steps(
     return len(steps)
 
 
-def compile_kernels(launch: Callable[[], object]) -> None:
+def compile_kernels(launch: Callable[[], object], memory: int) -> None:
     """Have the kernels that a function launches compiled in processes beside each other: some sixty of them, one after
     the other, take a minute or two. The function's launches compute nothing.
+
+    memory: bytes of the machine's memory that the processes may take.
     """
     # Imported here: Triton comes with the CUDA builds of torch only.
     import triton
@@ -102,7 +104,7 @@ def compile_kernels(launch: Callable[[], object]) -> None:
     with StartProgress("kernels") as progress:
         with noted_kernels() as kernels:
             launch()
-        ahead = compile_ahead(kernels, triton.runtime.driver.active.get_current_target(), on_kernel=progress.note)
+        ahead = compile_ahead(kernels, triton.runtime.driver.active.get_current_target(), memory, progress.note)
     _logger.info(
         "%d kernels: %d compiled in %d processes, %d found in %s, %d left to their first launch; %.1f s",
         *(len(kernels), ahead.num_compiled, ahead.num_processes, ahead.num_found, triton.knobs.cache.dir),

@@ -4,8 +4,8 @@ A first run of some work only notes which kernels it launches (`noted_kernels`),
 processes compile them (`compile_ahead`). They need no device but its target, and Triton gives a kernel the same key in
 `TRITON_CACHE_DIR` as at its launch.
 
-`python -m multilora_kernels.cuda.ahead` is such a process: it reads the target and then kernels, one a line, and writes
-a line of result for each.
+`python -m multilora_kernels.cuda.ahead TARGET` is such a process: it reads kernels, one a line, and writes a line of
+result for each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import pkgutil
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -30,7 +29,9 @@ from triton.runtime.jit import JITFunction
 _logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 16
-"""Each takes some 400 MB of the machine's memory."""
+
+PROCESS_BYTES = 400 << 20
+"""Of the machine's memory, for each process."""
 
 
 class Ahead(NamedTuple):
@@ -66,21 +67,21 @@ def noted_kernels() -> Iterator[list[str]]:
 def compile_ahead(
     kernels: Sequence[str],
     target: Any,
-    num_processes: int | None = None,
+    memory: int,
     on_kernel: Callable[[int, int, str], None] = lambda done, total, kernel: None,
 ) -> Ahead:
     """Have kernels compiled, and wait for it. One that fails is left to its launch, which tells why.
 
-    kernels: as `noted_kernels` tells them. target: of Triton, of the device. num_processes: by default one for each of
-    this process's cores. on_kernel: called before each kernel with how many began before, how many there are, and the
-    name.
+    kernels: as `noted_kernels` tells them. target: of Triton, of the device. memory: bytes of the machine's memory
+    that the processes may take; there is one process for each of this process's cores, if there is memory for so many.
+    on_kernel: called before each kernel with how many began before, how many there are, and the name.
     """
-    waiting = deque(enumerate(kernels))
+    waiting = iter(list(enumerate(kernels)))
     num_cores = len(os.sched_getaffinity(0))
-    num_processes = min(num_processes or num_cores, MAX_PROCESSES, len(kernels))
+    num_processes = min(num_cores, MAX_PROCESSES, max(1, memory // PROCESS_BYTES), len(kernels))
 
     def work() -> list[str]:
-        command = [sys.executable, "-P", "-m", __name__]
+        command = [sys.executable, "-P", "-m", __name__, json.dumps(vars(target))]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         results: list[str] = []
         with subprocess.Popen(
@@ -88,16 +89,16 @@ def compile_ahead(
         ) as child:
             assert child.stdin is not None
             assert child.stdout is not None
-            child.stdin.write(json.dumps(vars(target)) + "\n")
-            while waiting:
-                number, kernel = waiting.popleft()
+            for number, kernel in waiting:
                 name = json.loads(kernel)["name"].rpartition(".")[2]
                 on_kernel(number, len(kernels), name)
                 try:
                     child.stdin.write(kernel + "\n")
                     child.stdin.flush()
                 except BrokenPipeError:
-                    pass  # It has no answer either.
+                    # The process has ended, and has no answer either. Later the line would be written again.
+                    with suppress(BrokenPipeError):
+                        child.stdin.close()
                 result = child.stdout.readline().strip()
                 results.append(result)
                 if result not in _RESULTS:
@@ -148,7 +149,7 @@ def _serve() -> None:
     # Whatever a compiler prints is no result.
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    target = triton.backends.compiler.GPUTarget(**json.loads(sys.stdin.readline()))
+    target = triton.backends.compiler.GPUTarget(**json.loads(sys.argv[1]))
     triton.runtime.driver.set_active(_NoDevice(target))
     _settle_keys()
     hits: list[bool] = []
