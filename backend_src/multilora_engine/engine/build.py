@@ -244,7 +244,7 @@ def capture_graphs(
             check.check_decodes(graphs)
         return graphs
 
-    return _unless_it_fails(captured, config, plan.steps.graphs, "decode steps", kv_cache.keys.device)
+    return _unless_it_fails(captured, config, _kept_free(plan, check), "decode steps", kv_cache.keys.device)
 
 
 def capture_pieces(
@@ -266,13 +266,18 @@ def capture_pieces(
             check.check_pieces(graphs)
         return graphs
 
-    return _unless_it_fails(captured, config, plan.steps.graphs, "steps with prompts", kv_cache.keys.device)
+    return _unless_it_fails(captured, config, _kept_free(plan, check), "steps with prompts", kv_cache.keys.device)
+
+
+def _kept_free(plan: MemoryPlan, check: GraphCheck | None) -> int | None:
+    """Bytes; None for a trial, before which nothing is planned."""
+    return None if check is None else plan.steps.graphs
 
 
 def _unless_it_fails(
-    capture: Callable[[], _Graphs], config: EngineConfig, planned_bytes: int, steps: str, device: torch.device
+    capture: Callable[[], _Graphs], config: EngineConfig, planned_bytes: int | None, steps: str, device: torch.device
 ) -> _Graphs | None:
-    """planned_bytes: of the device's memory, kept free for graphs."""
+    """planned_bytes: of the device's memory, kept free for graphs; None for a trial, before any of it is divided."""
     try:
         return capture()
     except (RuntimeError, GraphFault) as error:
@@ -280,6 +285,13 @@ def _unless_it_fails(
             raise
         if any(map(is_out_of_memory, _with_contexts(error))):
             free, total = (num_bytes / (1 << 30) for num_bytes in torch.cuda.mem_get_info(device))
+            if planned_bytes is None:
+                raise ConfigError(
+                    f"CUDA graphs of {steps} do not fit beside the model's weights: {free:.2f} of {total:.2f} GiB are "
+                    f"free now, before the KV cache and the adapters have any; write a smaller max_num_seqs (it is "
+                    f"{config.max_num_seqs}) or max_num_batched_tokens (it is {config.max_num_batched_tokens}), or "
+                    "serve a smaller model"
+                ) from error
             raise ConfigError(
                 f"CUDA graphs of {steps} do not fit: {planned_bytes / (1 << 30):.2f} GiB were kept free for graphs, "
                 f"and {free:.2f} of {total:.2f} GiB are free now; write a smaller gpu_memory_utilization (it is "

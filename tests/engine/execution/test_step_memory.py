@@ -15,9 +15,10 @@ from support.recorded_graph import RecordedPieces, record
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.batch.forward_batch import ForwardBatch, KVCache
 from multilora_engine.config import EngineConfig
-from multilora_engine.engine import base_model
+from multilora_engine.engine import base_model, build
 from multilora_engine.engine.memory import kv_bytes_per_token
 from multilora_engine.engine_info import SourceFacts
+from multilora_engine.errors import ConfigError
 from multilora_engine.execution.cuda_graphs import DecodeGraphs
 from multilora_engine.execution.piecewise_graphs import PiecewiseGraphs
 from multilora_engine.execution.step_memory import Kept, graph_memory, source_lens, step_lens, step_memory, trial_batch
@@ -25,7 +26,9 @@ from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora.device_tier import TableRows
 from multilora_engine.models.decoder import Decoder
 from multilora_engine.models.loader import load_model
+from multilora_engine.models.model import Model
 from multilora_engine.models.weights import Placement
+from multilora_kernels import LoRATables
 
 CPU = torch.device("cpu")
 
@@ -97,15 +100,20 @@ def test_all_captured_sizes_take_what_two_of_them_tell(sizes: list[int], in_driv
     assert captured == [sizes[-1:], sizes[-2:]][: len(sizes)]
 
 
-def test_the_two_largest_sizes_are_captured_for_their_memory_over_one_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = save_tiny_llama(tmp_path)
+def _make_trial(path: Path) -> tuple[Model, EngineConfig, LoRATables]:
+    """What graphs are captured of for their memory."""
+    save_tiny_llama(path)
     config = EngineConfig(model_path=path, max_num_batched_tokens=100, max_num_seqs=3, block_size=16)
     model = load_model(path, Placement(torch.float32, torch.float32, CPU))
     model.limit_length(64)
     layout = checkpoint_layout(path, 8, "float32")
-    tables = TableRows(layout, torch.zeros(1, layout.page_bytes, dtype=torch.uint8), count=1).tables
+    return model, config, TableRows(layout, torch.zeros(1, layout.page_bytes, dtype=torch.uint8), count=1).tables
+
+
+def test_the_two_largest_sizes_are_captured_for_their_memory_over_one_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, config, tables = _make_trial(tmp_path)
     captured: list[list[int]] = []
 
     def measure(capture: Callable[[], object]) -> Kept:
@@ -123,6 +131,33 @@ def test_the_two_largest_sizes_are_captured_for_their_memory_over_one_block(
     assert captured == [[3], [2, 3], [100], [64, 100]]
     block = 16 * kv_bytes_per_token(model.config, torch.float32)
     assert num_bytes == block + (1000 + 3 * 20) + (1000 + 2 * 20)
+
+
+@pytest.mark.parametrize("steps", ["decode steps", "steps with prompts"])
+def test_a_trial_without_memory_tells_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: str) -> None:
+    model, config, tables = _make_trial(tmp_path)
+
+    def fail(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def measure(capture: Callable[[], object]) -> Kept:
+        capture()
+        return Kept(0, 0)
+
+    capture = fail if steps == "decode steps" else lambda *arguments: DecodeGraphs(*arguments, record)
+    monkeypatch.setattr(base_model, "kept_growth", lambda device: measure)
+    monkeypatch.setattr(base_model, "capture_graphs", partial(base_model.capture_graphs, capture=capture))
+    monkeypatch.setattr(base_model, "CudaPieces", lambda pool: RecordedPieces())
+    monkeypatch.setattr(build, "PiecewiseGraphs", fail)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 28, 80 << 30))
+    with pytest.raises(ConfigError) as caught:
+        base_model._measure_graphs(model, config, tables, torch.float32, 64)
+    assert str(caught.value) == (
+        f"CUDA graphs of {steps} do not fit beside the model's weights: 0.25 of 80.00 GiB are free now, before the KV "
+        "cache and the adapters have any; write a smaller max_num_seqs (it is 3) or "
+        "max_num_batched_tokens (it is 100), or serve a smaller model"
+    )
 
 
 @pytest.mark.parametrize(
