@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -675,11 +675,16 @@ def test_a_failing_copy_to_the_device_fails_the_requests_that_waited_for_it_and_
         return copy_at_once(sources, targets)
 
     def device_tier(
-        layout: AdapterLayout, host: PagePool, device: PagePool, max_loras: int, on_event: OnEvent
+        layout: AdapterLayout,
+        host: PagePool,
+        device: PagePool,
+        max_loras: int,
+        on_event: OnEvent,
+        is_device_dead: Callable[[], bool],
     ) -> DeviceTier:
         """With pages of its own, as on a GPU."""
         pool = PagePool(4, layout.page_bytes, torch.device("cpu"))
-        return DeviceTier(layout, host, pool, max_loras, on_event, copy_pages)
+        return DeviceTier(layout, host, pool, max_loras, on_event, copy_pages, is_device_dead)
 
     monkeypatch.setattr(build, "DeviceTier", device_tier)
     engine = make_engine(checkpoint, default_model_dir)
