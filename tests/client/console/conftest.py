@@ -25,6 +25,7 @@ MODEL = {
     "vocab_size": 11,
     "version": "1",
     "model_implementation": "transformers",
+    "has_encoder": False,
 }
 PAGE = {"X-Multilora-Console": "1"}
 """The header that the page sends with every request."""
