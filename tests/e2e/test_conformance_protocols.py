@@ -245,14 +245,16 @@ def test_vllm_adapters(vllm: Stage) -> None:
 @row("vllm", "streams of new text only; all return_ inputs")
 def test_vllm_streams(vllm: Stage) -> None:
     flags = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
-    sampling = {"sampling_parameters": text(json.dumps(GREEDY | {"logprobs": 2}))}
+    # Tokens that wait for their reader come in one response, so there are many.
+    num_tokens = 8 * NUM_TOKENS
+    sampling = {"sampling_parameters": text(json.dumps(GREEDY | {"logprobs": 2, "max_tokens": str(num_tokens)}))}
     asked = {f"return_{name}": flag() for name in flags}
     results = vllm.stream(stream=flag(), **sampling, **asked)
     assert len(results) > 1
-    assert "".join(map(text_of, results)) == vllm.answer(None)
+    assert "".join(map(text_of, results)) == vllm.answer(None, num_tokens)
     reasons = [result.as_numpy("finish_reason")[0].decode() for result in results]
     assert reasons == ["None"] * (len(results) - 1) + ["length"]
-    assert sum(result.as_numpy("num_output_tokens")[0] for result in results) == NUM_TOKENS
+    assert sum(result.as_numpy("num_output_tokens")[0] for result in results) == num_tokens
     for result in results:
         log_probs = json.loads(result.as_numpy("logprobs")[0])
         assert len(log_probs) == result.as_numpy("num_output_tokens")[0]
