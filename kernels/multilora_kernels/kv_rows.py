@@ -50,7 +50,7 @@ class KVCodes:
         return cls(codes.contiguous().view(rows.dtype), scales.contiguous())
 
     def rows(self) -> torch.Tensor:
-        """A copy with each scale behind its codes."""
+        """A copy with each scale after its codes."""
         scales = self.scales.transpose(-1, -2).contiguous().unsqueeze(-1).view(torch.uint8)
         return torch.cat((_bytes(self.codes), scales), dim=-1).view(self.codes.dtype)
 

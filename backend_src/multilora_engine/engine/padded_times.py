@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from multilora_engine.engine.pace import StepTimes, StepWork
 
 _BEYOND = 512
-"""Tokens between two sizes behind the captured ones, of which times are known by themselves, too."""
+"""Tokens between two sizes after the captured ones; their times are known by themselves, too."""
 
 _WEIGHT = 0.3
 """Of the newest step in the average of a size, if it took less. One that took more counts alone."""

@@ -39,7 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_device_dead(device: torch.device, limit_s: float = _LIMIT_S) -> bool:
     """Whether a device computes nothing any more, so that only a new process may help. Logs why.
 
-    Sends a number there and back, behind the device's earlier work. A device is dead if that fails for another reason
+    Sends a number there and back, after the device's earlier work. A device is dead if that fails for another reason
     than memory, or takes longer than `limit_s` seconds. A device whose memory is the host's is never dead.
     """
     if not transfer.is_apart(device):

@@ -155,7 +155,7 @@ class GraphCheck:
         raise AssertionError("there is no sequence")
 
     def _sequence(self, number: int, length: int, own_blocks: list[int]) -> _Sequence:
-        """Its last tokens lie in blocks of its own, behind whole blocks of the first prompt in an order of its own."""
+        """Its last tokens lie in blocks of its own, after whole blocks of the first prompt in an order of its own."""
         size, part = self._block_size, _CONTEXTS[number % len(_CONTEXTS)]
         num_before = int(part * ((self._max_len - length) // size)) if self._num_first else 0
         # A single token anywhere in its block.

@@ -132,7 +132,7 @@ class Reply(ABC):
 
     def set_prompt(self, request_id: str, row: ReplyRow, token_ids: list[int], text: str) -> None:
         """The prompt of a request is known only now, before any of its tokens. text: of the prompt, if it is told."""
-        raise NotImplementedError
+        raise AssertionError("a request of this kind brings its prompt")
 
     def _fail(self, error: RequestError) -> None:
         self._responder.fail(error)

@@ -252,7 +252,7 @@ def _first_place(weights_ptr, sums, wanted, vocab, size, BY_COUNT: tl.constexpr,
 
 @triton.jit
 def _copy_between(weights_ptr, low, high, size, BLOCK: tl.constexpr):
-    """Copy the weights from `low` on and below `high`, a block at most, and their ids, behind all weights, by id."""
+    """Copy the weights from `low` on and below `high`, a block at most, and their ids, after all weights, by id."""
     tl.store(weights_ptr + size + tl.arange(0, BLOCK), tl.zeros((BLOCK,), tl.float32))
     tl.debug_barrier()
     before = size * 0
