@@ -171,21 +171,31 @@ def compare(
     rounds: int,
     console: Console,
 ) -> list[Figures]:
-    """Figures of each peer in each case that it can serve. A round of short answers, which does not count, warms up."""
-    answers: dict[tuple[str, str], list[Answer]] = {
-        (peer.name, case.name): [] for peer in peers for case in cases if peer.serves(case)
+    """Figures of each peer in each case that it can serve. A round of short answers, which does not count, warms up.
+
+    A peer that ends by itself is left out, and named.
+    """
+    answers: dict[str, dict[str, list[Answer]]] = {
+        peer.name: {case.name: [] for case in cases if peer.serves(case)} for peer in peers
     }
     with Progress(console=console) as progress:
         for round_number in progress.track(range(rounds + 1), description="measuring"):
             for case, peer in itertools.product(cases, peers):
-                if not peer.serves(case):
+                if case.name not in answers.get(peer.name, ()):
                     continue
-                if round_number == 0:
-                    peer.answer(replace(case, num_tokens=_WARM_UP_TOKENS))
-                else:
-                    answers[peer.name, case.name].append(peer.answer(case))
-    by_name = {peer.name: peer for peer in peers}
-    return [Figures.of(by_name[peer], case, each, expected[case]) for (peer, case), each in answers.items()]
+                try:
+                    if round_number == 0:
+                        peer.answer(replace(case, num_tokens=_WARM_UP_TOKENS))
+                    else:
+                        answers[peer.name][case.name].append(peer.answer(case))
+                except RuntimeError as error:
+                    progress.console.print(f"{peer.name} is left out: {error}", markup=False)
+                    del answers[peer.name]
+    return [
+        Figures.of(peer, case, each, expected[case])
+        for peer in peers
+        for case, each in answers.get(peer.name, {}).items()
+    ]
 
 
 @contextmanager
@@ -243,14 +253,14 @@ def _share(part: float, whole: float) -> str:
 def notes(figures: Sequence[Figures], contestants: Sequence[Contestant], versions: Mapping[str, str]) -> list[str]:
     """A line for each engine: its version, and what it could not do; set-ups of one engine share theirs.
 
-    contestants: all that were compared; one without figures could not be installed or started. versions: of
-    each contestant's engine, by its name.
+    contestants: all that were compared; one without figures could not be installed or started, or ended by itself.
+    versions: of each contestant's engine, by its name.
     """
     measured = {row.peer for row in figures}
     lines: dict[str, None] = {}
     for contestant in contestants:
         if contestant.name not in measured:
-            lines[f"{contestant.name}: left out, it could not be installed or started here."] = None
+            lines[f"{contestant.name}: left out; here it cannot be started, or it ended by itself."] = None
         elif contestant.engines:
             about = f"; no adapters: {contestant.no_adapters}" if contestant.no_adapters else ""
             lines[f"{contestant.engine}: {versions[contestant.name]}{about}."] = None

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -188,15 +188,22 @@ class RunningPeer:
         """The program's answer. Raises RuntimeError when the program has ended."""
         line = _ask(self._process, asdict(case))
         if not line:
-            raise RuntimeError(f"{self.name} ended while it answered {case.name}")
+            status = self._process.wait()
+            raise RuntimeError(f"it ended with status {status} at {case.name}")
         return Answer(**json.loads(line))
 
 
 def _ask(process: subprocess.Popen[str], message: dict[str, object]) -> str:
+    """The program's line; empty when the program has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(json.dumps(message) + "\n")
-    process.stdin.flush()
+    try:
+        process.stdin.write(json.dumps(message) + "\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        with suppress(BrokenPipeError):  # Of what is left in the buffer.
+            process.stdin.close()
+        return ""
     return process.stdout.readline()
 
 

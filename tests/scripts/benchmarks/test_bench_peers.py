@@ -111,6 +111,37 @@ def test_an_environment_gets_its_packages_once_without_what_they_bring_along_in_
     assert [words[-1] for words in commands[1:]] == ["tool", "pictures"]
 
 
+class EndsAtTheLongCase(RunningPeer):
+    def answer(self, case: Case) -> Answer:
+        """Two tokens, of the short case alone."""
+        if case.name == "long":
+            raise RuntimeError("it ended with status -6 at long")
+        return Answer([[1, 2]], [[1.0, 2.0]])
+
+
+class AnswersAll(RunningPeer):
+    def answer(self, case: Case) -> Answer:
+        """Two tokens."""
+        return Answer([[1, 2]], [[1.0, 2.0]])
+
+
+def test_a_peer_that_ends_by_itself_is_left_out_and_the_others_are_measured() -> None:
+    console = Console(record=True)
+    cases = [Case("short", [[1]], [None], 1), Case("long", [[1, 2]], [None], 1)]
+    ending = EndsAtTheLongCase(Contestant("ending", "", "float32"), None)  # type: ignore[arg-type]
+    staying = AnswersAll(Contestant("staying", "", "float32"), None)  # type: ignore[arg-type]
+    measured = compare([ending, staying], cases, {"short": [[1, 2]], "long": [[1, 2]]}, 2, console)
+    assert [(row.peer, row.case) for row in measured] == [("staying", "short"), ("staying", "long")]
+    assert "ending is left out: it ended with status -6 at long" in console.export_text()
+
+
+def test_a_program_that_ended_answers_nothing() -> None:
+    with subprocess.Popen(["true"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        process.wait()
+        with pytest.raises(RuntimeError, match="it ended with status 0 at short"):
+            RunningPeer(OURS, process).answer(Case("short", [[1]], [None], 1))
+
+
 @pytest.mark.long(reason="two processes load an engine each")
 def test_engines_in_processes_of_their_own_give_the_same_tokens(tmp_path: Path, monkeypatch) -> None:
     model = save_tiny_model(tmp_path / "tiny")
@@ -189,7 +220,7 @@ def test_the_page_has_a_row_an_engine_and_says_what_one_cannot_do() -> None:
     assert notes(measured, [ours, able, unable, absent], versions) == [
         "theirs: theirs 1.2.",
         "other: other 3; no adapters: it has none.",
-        "absent, bfloat16: left out, it could not be installed or started here.",
+        "absent, bfloat16: left out; here it cannot be started, or it ended by itself.",
     ]
 
 
