@@ -306,10 +306,10 @@ class AdapterNotKept(Unavailable):
 
 
 class AliasNotKept(Unavailable):
-    """A change of an alias holds from now on, but not after a restart: the disk tier cannot be written."""
+    """The alias is as it was: the disk tier cannot be written."""
 
     def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"the alias {name!r} is changed in memory only: lora_cache_dir cannot keep it: {reason}")
+        super().__init__(f"the alias {name!r} is as it was: lora_cache_dir cannot keep the change: {reason}")
 
 
 class TooManyUploads(Unavailable):

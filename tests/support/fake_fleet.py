@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from contextlib import aclosing
 from typing import Any
 
@@ -29,7 +29,8 @@ from multilora_engine.dynamo.fleet_messages import (
 )
 from multilora_engine.dynamo.fleet_uploads import FleetUploads
 from multilora_engine.dynamo.workers import Workers
-from multilora_engine.errors import AdapterNotFound, AliasNotKept, PathNotCovered, RelayedError
+from multilora_engine.errors import AdapterNotFound, AliasNotKept, AliasNotKnown, PathNotCovered, RelayedError
+from multilora_engine.lora.aliases import resolved
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import TaskId, scoped_task_id, task_id_of
 from multilora_engine.process.operations import (
@@ -66,10 +67,11 @@ class FakeWorker:
     """Answers a prompt with its own number and the prompt's tokens, if its engine has the adapter.
 
     in_engine: digests by task id. uses: those that are not empty, by task id. request_ids: that it has begun to answer.
-    at_path: what its sources have. log: what happened at it, in order. fails_to_publish: discovery is gone. dies_after:
-    it is lost when it has sent so many chunks. lies: how the pages that it sends are wrong: `others`, `more`, `none` at
-    all, or it `hangs` instead. is_cut_off: no message reaches or leaves it. stored: the aliases that its engine had at
-    its start. alias_operations: that its engine was given. stores_aliases: whether it can.
+    at_path: what its sources have. lacks: paths in its sources where nothing is. log: what happened at it, in order.
+    fails_to_publish: discovery is gone. dies_after: it is lost when it has sent so many chunks. lies: how the pages
+    that it sends are wrong: `others`, `more`, `none` at all, or it `hangs` instead. is_cut_off: no message reaches or
+    leaves it. stored: the aliases that its engine had at its start. alias_operations: that its engine was given.
+    stores_aliases: whether it can. engine_aliases: that its engine has.
     """
 
     def __init__(self, fleet: FakeFleet, worker_id: int, max_bytes: int, replaces: bool, max_known: int) -> None:
@@ -78,6 +80,7 @@ class FakeWorker:
         self.uses: dict[TaskId, str] = {}
         self.request_ids: list[str] = []
         self.at_path: dict[str, PackedAdapter] = {}
+        self.lacks: set[str] = set()
         self.named: dict[str, str] = {}
         self.in_sources: list[str] = []
         self.cards: dict[str, AdapterCard] = {}
@@ -97,10 +100,13 @@ class FakeWorker:
         self.stored: list[Alias] = []
         self.alias_operations: list[SetAlias | RemoveAlias] = []
         self.stores_aliases = True
+        self.engine_aliases: dict[TaskId, Alias] = {}
         parts = (self.uploads, self.adapters, self.catalogue, self.aliases)
         self.calls = FleetCalls(self, self, *parts, description)  # type: ignore[arg-type]
 
     async def read(self, lora_task_id: int, name: str, source: str, path: str) -> PackedAdapter:
+        if path in self.lacks:
+            raise AdapterNotFound(lora_task_id, f"nor at {path!r}")
         if path not in self.at_path:
             raise PathNotCovered(path, ["directory"])
         self.log.append(f"read {path}")
@@ -110,6 +116,10 @@ class FakeWorker:
         here = [_named_info(name, digest) for name, digest in self.named.items()]
         unread = [name for name in self.in_sources if name not in self.named and task_id_of(name) not in self.in_engine]
         return here + [_named_info(name, "") for name in unread]
+
+    async def digests(self, names: Collection[str], tenant: str) -> dict[TaskId, str]:
+        task_ids = [scoped_task_id(tenant, task_id_of(name)) for name in names]
+        return {task_id: self.in_engine[task_id] for task_id in task_ids if task_id in self.in_engine}
 
     async def list_aliases(self) -> list[Alias]:
         return self.stored
@@ -150,6 +160,8 @@ class FakeWorker:
         self.uses[upload.task_id] = upload.header.traits.use
 
     async def generate(self, asked: GenerationRequest, *_: str) -> AsyncGenerator[TokenOutput | None, None]:
+        if asked.task_id is not None and (alias := self.engine_aliases.get(asked.task_id)) is not None:
+            asked = resolved(alias, asked, "", lambda _: "")
         task_id = asked.task_id
         if task_id is not None and self.uploads.is_behind(task_id):
             await self.uploads.bring(task_id)
@@ -183,12 +195,18 @@ class FakeWorker:
                 report = AdapterReport(_info(number, self.worker_id))
             case SetAlias(name, members, tenant, version) as operation:
                 self.alias_operations.append(operation)
-                report = AliasReport(Alias(name, members, tenant, version))
+                if not self.stores_aliases:
+                    raise AliasNotKept(name, "the disk is full")
+                alias = Alias(name, members, tenant, version)
+                self.engine_aliases[scoped_task_id(tenant, task_id_of(name))] = alias
+                report = AliasReport(alias)
             case RemoveAlias(name, tenant) as operation:
                 self.alias_operations.append(operation)
                 if not self.stores_aliases:
                     raise AliasNotKept(name, "the disk is full")
-                report = AliasReport(Alias(name, (), tenant))
+                if (gone := self.engine_aliases.pop(scoped_task_id(tenant, task_id_of(name)), None)) is None:
+                    raise AliasNotKnown(name)
+                report = AliasReport(gone)
             case _:
                 raise RelayedError("INVALID_ARG", "not that one")
         return TokenOutput("", [], msgspec.json.encode(report).decode(), finish_reason="stop")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from typing import Protocol, TypeVar
 
@@ -15,7 +15,7 @@ import msgspec
 from multilora_engine.dynamo.fleet_messages import Carry, EndRequests, Upload
 from multilora_engine.dynamo.streams import OpenStreams, OutputStream
 from multilora_engine.errors import AdapterNotFound, EngineUnavailable, RequestError
-from multilora_engine.lora.names import TaskId
+from multilora_engine.lora.names import TaskId, scoped_task_id
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.messages import read_adapter
 from multilora_engine.process.operations import (
@@ -47,6 +47,11 @@ class EngineOperator:
     async def list_adapters(self) -> list[AdapterInfo]:
         """The adapters of all tiers and all sources."""
         return (await self._ask(ListAdapters(), AdapterList)).adapters
+
+    async def digests(self, names: Collection[str], tenant: str) -> dict[TaskId, str]:
+        """The digests of those adapters of a tenant, or of the server, that a tier has under these names."""
+        found = (await self._ask(ListAdapters([*names], tenant), AdapterList)).adapters
+        return {scoped_task_id(info.tenant, info.lora_task_id): info.digest for info in found}
 
     async def list_aliases(self) -> list[Alias]:
         """The aliases that the engine has."""

@@ -8,20 +8,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 import msgspec
 
 from multilora_engine.dynamo.fleet_messages import AliasTable, Carry, LearnAliases, ReadAliases
 from multilora_engine.dynamo.workers import Workers, checked
-from multilora_engine.errors import AliasConflict, AliasNotKnown, RequestError
+from multilora_engine.errors import AdapterNotFound, AliasConflict, AliasNotKnown, RequestError
 from multilora_engine.lora.aliases import resolved, task_id_of_alias
 from multilora_engine.lora.names import TaskId, scoped_task_id, task_id_of
 from multilora_engine.process.operations import AliasReport, RemoveAlias, SetAlias
 from multilora_engine.process.server import report_output
 from multilora_engine.request import GenerationRequest, TokenOutput
-from multilora_wire.adapter_info import AdapterInfo, Alias
+from multilora_wire.adapter_info import Alias
 
 _INTERVAL_S = 2.0
 
@@ -115,7 +115,7 @@ class AliasOperator(Protocol):
     """The part of `EngineOperator` that is needed."""
 
     async def carry(self, message: Carry) -> TokenOutput: ...
-    async def list_adapters(self) -> list[AdapterInfo]: ...
+    async def digests(self, names: Collection[str], tenant: str) -> dict[TaskId, str]: ...
     async def list_aliases(self) -> list[Alias]: ...
 
 
@@ -139,39 +139,33 @@ class WorkerAliases:
         """As `Aliases.resolve`: versions that the fleet knows count, then those of the engine. Raises RequestError."""
         request = self.table.resolve(request, call_id, self._uploads.digest)
         if (alias := self.table.alias_of(request)) is None:
+            if request.task_id in self._not_in_engine:  # The alias is removed, and the engine would still resolve it.
+                raise AdapterNotFound(request.task_id).under_name(request.lora_name)
             return request
-        listed = await self._operator.list_adapters()
-        in_engine = {scoped_task_id(info.tenant, info.lora_task_id): info.digest for info in listed}
+        in_engine = await self._operator.digests([member.name for member in alias.members], alias.tenant)
         return resolved(
             alias, request, call_id, lambda task_id: self._uploads.digest(task_id) or in_engine.get(task_id, "")
         )
 
     async def change(self, message: Carry, operation: SetAlias | RemoveAlias) -> TokenOutput:
-        """Carry out a front's operation, and tell all workers.
-
-        Raises RequestError, and nothing has changed; but a removal that the engine does not store holds until all
-        workers are started anew.
-        """
+        """Carry out a front's operation, and tell all workers. Raises RequestError, and nothing has changed."""
         task_id = scoped_task_id(operation.tenant, task_id_of(operation.name))
         version, known = self.table.next_version(task_id), self.table.get(task_id)
-        not_stored: RequestError | None = None
         if isinstance(operation, SetAlias):
             if known is None and self._uploads.digest(task_id):
                 raise AliasConflict(f"there is an adapter {operation.name!r}, and a name has one meaning")
             stamped = msgspec.structs.replace(operation, version=version)
             output = await self._operator.carry(msgspec.structs.replace(message, operation=stamped))
             changed = msgspec.json.decode(output.text, type=AliasReport).alias
-            self._not_in_engine.pop(task_id, None)
         else:
             if known is None:
                 raise AliasNotKnown(operation.name)
             output = report_output("", AliasReport(known))
             changed = Alias(operation.name, (), operation.tenant, version)
-            not_stored = await self._give_engine(changed)
+            await self._store(changed)
+        self._not_in_engine.pop(task_id, None)
         self.table.learn(changed)
         await self._workers.ask_all(LearnAliases([changed]))
-        if not_stored is not None:
-            raise not_stored
         return output
 
     async def learn(self, aliases: Iterable[Alias]) -> None:
@@ -211,21 +205,24 @@ class WorkerAliases:
                 await self._give_engine(latest)
         return True
 
-    async def _give_engine(self, alias: Alias) -> RequestError | None:
-        """An engine that is starting, or that refuses, is asked again: requests are resolved before they reach it.
-
-        Returns the error of an engine that has not stored it.
-        """
+    async def _give_engine(self, alias: Alias) -> None:
+        """An engine that is starting, or that refuses, is asked again: requests are resolved before they reach it."""
         task_id = task_id_of_alias(alias)
-        operation: SetAlias | RemoveAlias = RemoveAlias(alias.name, alias.tenant)
-        if alias.members:
-            operation = SetAlias(alias.name, alias.members, alias.tenant, alias.version)
         try:
-            await self._operator.carry(Carry(operation))
+            await self._store(alias)
+        except RequestError as error:
+            logger.warning("the engine does not take the alias %s: %s", alias.name, error)
+            self._not_in_engine[task_id] = alias
+        else:
+            self._not_in_engine.pop(task_id, None)
+
+    async def _store(self, alias: Alias) -> None:
+        """Have the engine store a change. Raises RequestError."""
+        if alias.members:
+            await self._operator.carry(Carry(SetAlias(alias.name, alias.members, alias.tenant, alias.version)))
+            return
+        try:
+            await self._operator.carry(Carry(RemoveAlias(alias.name, alias.tenant)))
         except RequestError as error:
             if error.code != AliasNotKnown.code:
-                logger.warning("the engine does not take the alias %s: %s", alias.name, error)
-                self._not_in_engine[task_id] = alias
-                return error
-        self._not_in_engine.pop(task_id, None)
-        return None
+                raise

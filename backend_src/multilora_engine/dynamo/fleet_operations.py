@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import msgspec
@@ -95,22 +94,28 @@ class FleetOperator:
         if not worker_ids:
             raise EngineUnavailable("the fleet has no worker; try again")
         carry = Carry(message.operation, message.scope, message.sender)
-        try:
-            answer = checked(await self._workers.ask(worker_ids[0], carry, _TIMEOUT_S))
-        except RequestError:
-            await self.aliases.read_any(self._workers)  # a removal that is not stored holds all the same
-            raise
+        answer = checked(await self._workers.ask(worker_ids[0], carry, _TIMEOUT_S))
         await self.aliases.read(self._workers, worker_ids[0])
         assert isinstance(answer, Said), f"{type(answer).__name__} is no report"
         return msgspec.structs.replace(answer.output, request_id=message.request_id)
 
     async def _read(self, operation: LoadAdapter, message: Operate) -> None:
-        """Make one worker read an adapter from its sources; the others get the same adapter from that worker."""
-        worker_ids = self._workers.ids
-        if not worker_ids:
-            raise EngineUnavailable("the fleet has no worker; try again")
+        """Make one worker read an adapter from its sources; the others get the same adapter from that worker.
+
+        A worker out of reach, or whose source is, or has nothing at the path, leaves it to the next one. Raises
+        RequestError.
+        """
         carry = Carry(operation, message.scope, message.sender)
-        checked(await self._workers.ask(random.choice(worker_ids), carry, _TIMEOUT_S))
+        errors: list[RequestError] = []
+        for worker_id in self._workers.by_chance():
+            try:
+                checked(await self._workers.ask(worker_id, carry, _TIMEOUT_S))
+                return
+            except RequestError as error:
+                if error.code not in (AdapterNotFound.code, EngineUnavailable.code):
+                    raise
+                errors.append(error)
+        raise _gravest(errors)
 
 
 def _texts(answers: Sequence[FromWorker | RequestError]) -> list[str]:
@@ -118,14 +123,17 @@ def _texts(answers: Sequence[FromWorker | RequestError]) -> list[str]:
 
     Raises the first error of another kind.
     """
-    if not answers:
-        raise EngineUnavailable("the fleet has no worker; try again")
     errors = [answer for answer in answers if isinstance(answer, RequestError)]
     texts = [answer.output.text for answer in answers if isinstance(answer, Said)]
-    others = [error for error in errors if error.code != AdapterNotFound.code]
-    if others or not texts:
-        raise (others or errors)[0]
+    if not texts or any(error.code != AdapterNotFound.code for error in errors):
+        raise _gravest(errors)
     return texts
+
+
+def _gravest(errors: Sequence[RequestError]) -> RequestError:
+    """The first error that says more than that a worker lacks the adapter, or the first one. No error: no worker."""
+    others = [error for error in errors if error.code != AdapterNotFound.code]
+    return next(iter([*others, *errors]), EngineUnavailable("the fleet has no worker; try again"))
 
 
 def _merged_aliases(lists: Sequence[AdapterList]) -> list[Alias]:

@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 import msgspec
 
@@ -41,15 +42,38 @@ class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: int = 1
 
 
+@dataclass(frozen=True)
+class _Change:
+    """by_id: all aliases after the change. stored: done when they are in the file; raises OSError if they are not."""
+
+    by_id: dict[TaskId, Alias]
+    stored: Future[None]
+
+
 class Aliases:
     """The aliases of an engine. Belongs to the engine's thread.
 
-    With a disk tier they are in a file beside its adapters, and outlive a restart.
+    With a disk tier they are in a file beside its adapters, and outlive a restart. A change holds as soon as it is
+    stored. One that cannot be stored never holds.
     """
 
     def __init__(self, disk: DiskTier | None = None) -> None:
         self._disk = disk
-        self._by_id = {} if disk is None else _read(disk)
+        self._stored = {} if disk is None else _read(disk)
+        self._change: _Change | None = None
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether a change is being stored. The next one must wait for its end."""
+        return self._change is not None and not self._change.stored.done()
+
+    @property
+    def _by_id(self) -> dict[TaskId, Alias]:
+        if self._change is not None and self._change.stored.done():
+            if self._change.stored.exception() is None:
+                self._stored = self._change.by_id
+            self._change = None
+        return self._stored
 
     def get(self, task_id: TaskId) -> Alias | None:
         """The alias that an adapter's task id would mean; None if it means no alias."""
@@ -57,13 +81,13 @@ class Aliases:
 
     def describe(self) -> list[Alias]:
         """All aliases, by owner and name."""
-        return sorted(self._by_id.values(), key=lambda alias: (alias.tenant, alias.name))
+        return _sorted(self._by_id)
 
     def set(self, alias: Alias) -> Future[None]:
-        """Have requests by a name answered by these members from now on. No adapter has the name.
+        """Have requests by a name answered by these members, as soon as that is stored. No adapter has the name.
 
-        The future is done when the alias is stored, if there is a disk tier; it raises OSError. Raises InvalidRequest,
-        and nothing has changed.
+        The future is done when the alias is stored, if there is a disk tier, else at once. It raises OSError, and
+        `set` InvalidRequest, and nothing has changed.
         """
         _check_members(alias)
         task_id = task_id_of_alias(alias)
@@ -75,22 +99,23 @@ class Aliases:
             raise InvalidRequest(f"{alias.name!r} is a member of the alias {above[0]!r}, and members are adapters")
         if len(own) >= MAX_ALIASES:
             raise InvalidRequest(f"there are {len(own)} aliases, and {MAX_ALIASES} may be; remove one first")
-        self._by_id[task_id] = alias
         _logger.info("alias %s: %s", alias.name, ", ".join(f"{m.name} {m.weight}" for m in alias.members))
-        return self._store()
+        return self._store({**self._by_id, task_id: alias})
 
     def remove(self, name: str, tenant: str) -> tuple[Alias, Future[None]]:
         """Forget an alias. Returns it as it was, and a future as `set` does. Raises AliasNotKnown."""
-        alias = self._by_id.pop(scoped_task_id(tenant, task_id_of(name)), None)
+        left = dict(self._by_id)
+        alias = left.pop(scoped_task_id(tenant, task_id_of(name)), None)
         if alias is None:
             raise AliasNotKnown(name)
         _logger.info("alias %s is removed", name)
-        return alias, self._store()
+        return alias, self._store(left)
 
     def check_adapter(self, task_id: TaskId, name: str) -> None:
-        """Raises AliasConflict for an adapter whose task id or name is an alias's."""
+        """Raises AliasConflict for an adapter whose task id or name is an alias's, or may soon be one's."""
         named = scoped_task_id(tenant_of(task_id), task_id_of(name)) if name else task_id
-        if (alias := self.get(task_id) or self.get(named)) is not None:
+        taken = self._by_id if self._change is None else {**self._change.by_id, **self._by_id}
+        if (alias := taken.get(task_id) or taken.get(named)) is not None:
             raise AliasConflict(
                 f"{alias.name!r} is an alias of {_listed(alias)}, and a name has one meaning: give the adapter another "
                 "name, or remove the alias first"
@@ -117,12 +142,15 @@ class Aliases:
             return request
         return resolved(alias, request, call_id, digest_of)
 
-    def _store(self) -> Future[None]:
-        if self._disk is not None:
-            return self._disk.write_beside(_FILE, msgspec.json.encode(_Stored(self.describe())))
-        nothing: Future[None] = Future()
-        nothing.set_result(None)
-        return nothing
+    def _store(self, by_id: dict[TaskId, Alias]) -> Future[None]:
+        assert not self.is_storing, "changes are stored one after the other"
+        if self._disk is None:
+            stored: Future[None] = Future()
+            stored.set_result(None)
+        else:
+            stored = self._disk.write_beside(_FILE, msgspec.json.encode(_Stored(_sorted(by_id))))
+        self._change = _Change(by_id, stored)
+        return stored
 
 
 def task_id_of_alias(alias: Alias) -> TaskId:
@@ -179,6 +207,10 @@ def _check_members(alias: Alias) -> None:
         raise InvalidRequest(f"the weights of {alias.name!r} add up to {total}, expected 1 .. {MAX_TOTAL_WEIGHT}")
 
 
+def _sorted(by_id: dict[TaskId, Alias]) -> list[Alias]:
+    return sorted(by_id.values(), key=lambda alias: (alias.tenant, alias.name))
+
+
 def _listed(alias: Alias) -> str:
     return ", ".join(member.name for member in alias.members)
 
@@ -186,7 +218,7 @@ def _listed(alias: Alias) -> str:
 def _read(disk: DiskTier) -> dict[TaskId, Alias]:
     """The stored aliases. A file that cannot be read is named in the log; requests by its aliases find nothing.
 
-    An alias that has the name of a stored adapter was removed before the adapter came, and the disk was full.
+    An alias with the name of a stored adapter is left out: whoever put the file or the adapter there was not a server.
     """
     try:
         content = disk.read_beside(_FILE)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Protocol
 
 from multilora_engine.engine.engine_stats import WeightInfo, WeightStats
@@ -119,6 +119,8 @@ class AdapterOperator:
         InvalidRequest or Unavailable, and changes nothing then.
         """
         match operation:
+            case ListAdapters(names, tenant) if names:
+                return self._look_up(names, tenant, scope)
             case ListAdapters():
                 keys = self._remote.list_sources()
                 return PendingReport(keys.done, lambda: self._list(keys.result(), scope))
@@ -128,11 +130,12 @@ class AdapterOperator:
                 return self._combine(operation)
             case SetAlias():
                 alias = Alias(operation.name, operation.members, operation.tenant, operation.version)
-                change = _AliasChange(alias, self._remote.list_sources(), self._set_alias)
-                return PendingReport(change.is_ready, change.report)
-            case RemoveAlias():
-                alias, stored = self._adapters.aliases.remove(operation.name, operation.tenant)
-                return PendingReport(stored.done, lambda: _stored(alias, stored))
+                in_sources = self._remote.list_sources()
+                return self._change_aliases(
+                    alias.name, in_sources.done, lambda: self._set_alias(alias, in_sources.result())
+                )
+            case RemoveAlias(name, tenant):
+                return self._change_aliases(name, lambda: True, lambda: self._adapters.aliases.remove(name, tenant))
             case UnloadAdapter():
                 return self._unload(operation)
             case PinAdapter():
@@ -180,14 +183,23 @@ class AdapterOperator:
         adapters = {_task_id(info): info for info in (*self._remote.describe(), *self._adapters.inventory.describe())}
         for key in in_sources:
             adapters.setdefault(key.lora_task_id, describe_remote(key))
-        aliases = self._adapters.aliases.describe()
-        seen = adapters.values() if scope.is_everything else _seen_by(scope, adapters.values())
-        return AdapterList(
-            sorted(seen, key=lambda info: (info.tenant, info.lora_task_id)),
-            aliases if scope.is_everything else [*_aliases_seen_by(scope, aliases)],
-        )
+        return _list_of(adapters.values(), self._adapters.aliases.describe(), scope)
 
-    def _set_alias(self, alias: Alias, in_sources: Iterable[AdapterKey]) -> Future[None]:
+    def _look_up(self, names: Iterable[str], tenant: str, scope: AdapterScope) -> AdapterList:
+        found = []
+        for task_id in {scoped_task_id(tenant, task_id_of(name)) for name in names}:
+            with suppress(AdapterNotFound):
+                found.append(self._adapters.inventory.info(task_id))
+        return _list_of(found, [], scope)
+
+    def _change_aliases(
+        self, name: str, may_begin: Callable[[], bool], begin: Callable[[], tuple[Alias, Future[None]]]
+    ) -> PendingReport:
+        aliases = self._adapters.aliases
+        change = _AliasChange(name, lambda: may_begin() and not aliases.is_storing, begin)
+        return PendingReport(change.is_ready, change.report)
+
+    def _set_alias(self, alias: Alias, in_sources: Iterable[AdapterKey]) -> tuple[Alias, Future[None]]:
         """Raises AliasConflict for a new alias whose name an adapter has, in a tier, on its way or in a source."""
         task_id, aliases = task_id_of_alias(alias), self._adapters.aliases
         known = (*self._remote.describe(), *self._adapters.inventory.describe(), *map(describe_remote, in_sources))
@@ -198,7 +210,7 @@ class AdapterOperator:
                 f"there is an adapter {alias.name!r}, and a name has one meaning: give the alias another name, or "
                 "unload the adapter and take it out of its source first"
             )
-        return aliases.set(alias)
+        return alias, aliases.set(alias)
 
     def _check_no_alias(self, task_id: TaskId) -> None:
         """Raises InvalidRequest for an alias in place of an adapter."""
@@ -298,42 +310,38 @@ class AdapterOperator:
 
 
 class _AliasChange:
-    """An alias that is to hold as soon as the sources have told their adapters."""
+    """A change of an alias that begins when it may, and is answered when it is stored.
+
+    begin: the alias to report, and the end of the change; raises RequestError.
+    """
 
     def __init__(
-        self,
-        alias: Alias,
-        in_sources: Future[list[AdapterKey]],
-        set_alias: Callable[[Alias, list[AdapterKey]], Future[None]],
+        self, name: str, may_begin: Callable[[], bool], begin: Callable[[], tuple[Alias, Future[None]]]
     ) -> None:
-        self._alias = alias
-        self._in_sources = in_sources
-        self._set_alias = set_alias
+        self._name = name
+        self._may_begin = may_begin
+        self._begin = begin
+        self._begun: tuple[Alias, Future[None]] | RequestError | None = None
 
     def is_ready(self) -> bool:
-        return self._in_sources.done() and self._stored.done()
+        if self._begun is None and self._may_begin():
+            try:
+                self._begun = self._begin()
+            except RequestError as error:
+                self._begun = error
+        return isinstance(self._begun, RequestError) or (self._begun is not None and self._begun[1].done())
 
     def report(self) -> AliasReport:
-        return _stored(self._alias, self._stored)
-
-    @cached_property
-    def _stored(self) -> Future[None]:
-        """Changes the alias, once. The future raises RequestError for a change that was refused."""
+        """Raises AliasNotKept, or the RequestError of a change that was refused."""
+        assert self._begun is not None, "a report is made when it is ready"
+        if isinstance(self._begun, RequestError):
+            raise self._begun
+        alias, stored = self._begun
         try:
-            return self._set_alias(self._alias, self._in_sources.result())
-        except RequestError as error:
-            refused: Future[None] = Future()
-            refused.set_exception(error)
-            return refused
-
-
-def _stored(alias: Alias, stored: Future[None]) -> AliasReport:
-    """The answer to a change of an alias. Raises AliasNotKept, or the RequestError of a change that was refused."""
-    try:
-        stored.result()
-    except OSError as error:
-        raise AliasNotKept(alias.name, str(error)) from error
-    return AliasReport(alias)
+            stored.result()
+        except OSError as error:
+            raise AliasNotKept(self._name, str(error)) from error
+        return AliasReport(alias)
 
 
 def _member_id(member: NamedMember) -> int:
@@ -343,6 +351,15 @@ def _member_id(member: NamedMember) -> int:
 def _has_arrived(fetch: Fetch) -> bool:
     """Whether a fetch has ended, and its adapter is in its place in memory."""
     return fetch.is_done and (fetch.arrived is None or fetch.arrived.done())
+
+
+def _list_of(adapters: Iterable[AdapterInfo], aliases: Iterable[Alias], scope: AdapterScope) -> AdapterList:
+    """What a sender may see of these."""
+    seen = adapters if scope.is_everything else _seen_by(scope, adapters)
+    return AdapterList(
+        sorted(seen, key=lambda info: (info.tenant, info.lora_task_id)),
+        [*(aliases if scope.is_everything else _aliases_seen_by(scope, aliases))],
+    )
 
 
 def _seen_by(scope: AdapterScope, adapters: Iterable[AdapterInfo]) -> Iterator[AdapterInfo]:

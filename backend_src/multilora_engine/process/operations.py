@@ -66,7 +66,14 @@ class _OnAdapter(_Operation, frozen=True):
 
 
 class ListAdapters(_Operation, frozen=True, tag="list"):
-    """All adapters, in any tier, and the adapters of the sources, as far as these can tell; and all aliases."""
+    """All adapters, in any tier, and the adapters of the sources, as far as these can tell; and all aliases.
+
+    names: instead of all, those adapters of a tenant, or of the server, that a tier has under these names; they are
+    looked up, and no source is asked.
+    """
+
+    names: list[str] = msgspec.field(default_factory=list)
+    tenant: str = ""
 
 
 class UnloadAdapter(_OnAdapter, frozen=True, tag="unload"):

@@ -718,14 +718,65 @@ def test_an_alias_that_is_set_at_a_front_is_known_to_all_workers_and_fronts(tmp_
             await front.relay._operator.aliases.read_any(Workers(FakeClient(fleet), FakeContext))
             assert await digest_by(front, "chat") == digests["chat-v7"]
             assert (await front.operate(SetAlias("chat-v7", CHAT[1:]))).error_code == "ALREADY_EXISTS"
-            for worker in fleet.workers.values():
-                worker.stores_aliases = False
-            assert (await other.operate(RemoveAlias("chat"))).error_code == "UNAVAILABLE"
-            assert (await other.operate(RemoveAlias("chat"))).error_code == "NOT_FOUND"
-            assert await digest_by(other, "chat") == "NOT_FOUND"
-            assert {type(worker.alias_operations[-1]) for worker in fleet.workers.values()} == {RemoveAlias}
             fleet.workers.clear()
             assert (await front.operate(SetAlias("chat", CHAT))).error_code == "UNAVAILABLE"
+
+    run(test())
+
+
+def test_a_change_of_an_alias_that_the_asked_worker_cannot_store_holds_nowhere(tmp_path: Path) -> None:
+    async def test() -> None:
+        fleet = FakeFleet(2)
+        async with served(fleet, tmp_path) as front:
+            digests = await put_members(front)
+            assert (await front.operate(SetAlias("chat", CHAT))).error_code is None
+            for worker in fleet.workers.values():
+                worker.stores_aliases = False
+            for change in (RemoveAlias("chat"), SetAlias("chat", CHAT[:1])):
+                assert (await front.operate(change)).error_code == "UNAVAILABLE"
+            assert (await front.operate(SetAlias("talk", (AliasMember("chat-v7", 1),)))).error_code == "UNAVAILABLE"
+            for _ in fleet.workers:
+                assert await digest_by(front, "chat") == digests["chat-v8"]
+                assert await digest_by(front, "talk") == "NOT_FOUND"
+
+    run(test())
+
+
+def test_a_removed_alias_answers_at_no_worker_although_one_cannot_store_that(tmp_path: Path) -> None:
+    async def test() -> None:
+        fleet = FakeFleet(2)
+        async with served(fleet, tmp_path) as front:
+            await put_members(front)
+            assert (await front.operate(SetAlias("chat", CHAT))).error_code is None
+            fleet[2].stores_aliases = False
+            while (await front.operate(RemoveAlias("chat"))).error_code == "UNAVAILABLE":
+                """The front asks a worker by chance."""
+            assert (len(fleet[1].engine_aliases), len(fleet[2].engine_aliases)) == (0, 1)
+            for _ in fleet.workers:
+                assert await digest_by(front, "chat") == "NOT_FOUND"
+
+    run(test())
+
+
+def test_an_adapter_is_loaded_from_a_path_by_a_worker_that_has_it_and_comes_to_all(tmp_path: Path) -> None:
+    """By the other worker, whichever is asked first; a path that no source covers is no matter of chance."""
+
+    async def test() -> None:
+        fleet = FakeFleet(3)
+        async with served(fleet, tmp_path) as front:
+            for number, worker_id in enumerate(fleet.workers):
+                fleet[worker_id].at_path[f"/adapters/{number}"] = packed(number)
+                for other in fleet.workers.keys() - {worker_id}:
+                    fleet[other].lacks.add(f"/adapters/{number}")
+                loaded = await front.operate(LoadAdapter(number, path=f"/adapters/{number}"))
+                assert loaded.error_code is None
+                assert {worker.in_engine[number] for worker in fleet.workers.values()} == {packed(number).digest}
+            for worker in fleet.workers.values():
+                worker.lacks.add("/adapters/none")
+            assert (await front.operate(LoadAdapter(9, path="/adapters/none"))).error_code == "NOT_FOUND"
+            assert (await front.operate(LoadAdapter(9, path="/etc"))).error_code == "INVALID_ARG"
+            fleet.workers.clear()
+            assert (await front.operate(LoadAdapter(9, path="/adapters/0"))).error_code == "UNAVAILABLE"
 
     run(test())
 

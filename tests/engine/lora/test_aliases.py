@@ -6,9 +6,11 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +21,7 @@ from support.adapters import TINY, wire_adapter
 from multilora_engine.errors import (
     AdapterNotFound,
     AliasConflict,
+    AliasNotKept,
     AliasNotKnown,
     AliasVersionNotFound,
     InvalidRequest,
@@ -32,6 +35,16 @@ from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import scoped_task_id, task_id_of
+from multilora_engine.process.adapter_operator import AdapterOperator, PendingReport
+from multilora_engine.process.messages import AdapterScope
+from multilora_engine.process.operations import (
+    AdapterList,
+    AliasReport,
+    ListAdapters,
+    Operation,
+    RemoveAlias,
+    SetAlias,
+)
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_wire.adapter_info import Alias, AliasMember
 
@@ -218,16 +231,96 @@ def test_what_a_writer_that_died_left_keeps_no_alias_from_its_file(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["aliases.json"]
 
 
-def test_a_full_disk_is_told_without_its_path(disk: DiskTier, tmp_path: Path) -> None:
+def test_a_change_that_a_full_disk_does_not_keep_never_holds_and_is_told_without_its_path(
+    disk: DiskTier, tmp_path: Path
+) -> None:
     aliases = Aliases(disk)
+    aliases.set(alias(v7=1)).result(60)
+    part = tmp_path / ".aliases.json.part"
+    part.mkdir()
+    changes = [aliases.remove("chat", "")[1]]
+    for other in (alias(v8=1), alias("talk", v7=1)):
+        wait(changes)
+        changes.append(aliases.set(other))
+    for change in changes:
+        with pytest.raises(OSError, match=r"\.aliases\.json\.part") as caught:
+            change.result(60)
+        assert str(tmp_path) not in str(caught.value)
+    assert aliases.describe() == Aliases(disk).describe() == [alias(v7=1)]
+    aliases.check_adapter(task_id_of("talk"), "talk")
+    part.rmdir()
+    aliases.remove("chat", "")[1].result(60)
+    assert aliases.describe() == Aliases(disk).describe() == []
+
+
+def test_a_change_holds_when_it_is_stored_and_its_name_is_no_adapters_from_the_first_moment() -> None:
+    disk = HeldDisk()
+    aliases = Aliases(cast(DiskTier, disk))
+    aliases.set(alias(v7=1))
+    assert aliases.is_storing
+    assert aliases.describe() == []
+    with pytest.raises(AliasConflict):
+        aliases.check_adapter(task_id_of("chat"), "chat")
+    disk.written[-1].set_result(None)
+    assert aliases.describe() == [alias(v7=1)]
+    aliases.remove("chat", "")
+    with pytest.raises(AliasConflict):
+        aliases.check_adapter(task_id_of("chat"), "chat")
+    disk.written[-1].set_result(None)
+    aliases.check_adapter(task_id_of("chat"), "chat")
+
+
+def reports(operator: AdapterOperator, *operations: Operation) -> list[AliasReport]:
+    """Of operations that come at the same time."""
+    pending = [cast(PendingReport, operator.execute(operation, AdapterScope())) for operation in operations]
+    while {report.is_ready() for report in pending} != {True}:  # All of them are asked, each time.
+        """The disk writes."""
+    return [cast(AliasReport, report.report()) for report in pending]
+
+
+def test_changes_at_the_same_time_are_stored_one_after_the_other_and_adapters_are_looked_up(tmp_path: Path) -> None:
+    host = HostTier(32, TINY.page_bytes)
+    disk = DiskTier(tmp_path, 1 << 22, TINY)
+    loras = LoRAManager(host, DeviceTier(TINY, host.pool, host.pool, 3), "replace", disk=disk)
+    in_sources: Future[list[object]] = Future()
+    in_sources.set_result([])
+    remote = SimpleNamespace(list_sources=lambda: in_sources, describe=list)
+    operator = AdapterOperator(loras, *[cast(Any, part) for part in (remote, *[None] * 7)])
+    chat, talk = (alias(name, v1=1, v2=1) for name in ("chat", "talk"))
+    sets = [SetAlias(one.name, one.members) for one in (talk, chat)]
+    assert [report.alias for report in reports(operator, *sets)] == [talk, chat]
+    assert loras.aliases.describe() == Aliases(disk).describe() == [chat, talk]
+    loras.put(task_id_of("v1"), CONTENTS[0], "v1")
+    found = operator.execute(ListAdapters(["v1", "v2"]), AdapterScope())
+    assert isinstance(found, AdapterList)
+    assert [(info.name, info.digest) for info in found.adapters] == [("v1", CONTENTS[0].digest)]
+    theirs = AdapterScope(is_everything=False, tenant="acme")
+    assert operator.execute(ListAdapters(["v1"]), theirs) == operator.execute(ListAdapters(["v1"], "acme"), theirs)
+    with pytest.raises(AliasConflict):
+        reports(operator, SetAlias("v1", talk.members))
+    assert [report.alias for report in reports(operator, RemoveAlias("chat"), RemoveAlias("talk"))] == [chat, talk]
+    assert loras.aliases.describe() == Aliases(disk).describe() == []
     (tmp_path / ".aliases.json.part").mkdir()
-    with pytest.raises(OSError, match=r"\.aliases\.json\.part") as caught:
-        aliases.set(alias(v7=1)).result(60)
-    assert str(tmp_path) not in str(caught.value)
-    assert aliases.describe() == [alias(v7=1)], "it holds until the restart"
+    with pytest.raises(AliasNotKept, match="the alias 'chat' is as it was: lora_cache_dir cannot keep the change: "):
+        reports(operator, sets[1])
+    loras.close()
 
 
-def test_an_alias_whose_removal_was_not_stored_does_not_answer_for_the_adapter_that_has_its_name_since(
+class HeldDisk:
+    """Its writes end when the test says so."""
+
+    def __init__(self) -> None:
+        self.written: list[Future[None]] = []
+
+    def read_beside(self, name: str) -> bytes:
+        return b""
+
+    def write_beside(self, name: str, content: bytes) -> Future[None]:
+        self.written.append(Future())
+        return self.written[-1]
+
+
+def test_an_alias_that_has_the_name_of_an_adapter_beside_it_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def start() -> LoRAManager:
@@ -238,11 +331,11 @@ def test_an_alias_whose_removal_was_not_stored_does_not_answer_for_the_adapter_t
     loras = start()
     loras.aliases.set(alias("talk", v8=1)).result(60)
     loras.aliases.set(alias("chat", v7=1)).result(60)
-    (tmp_path / ".aliases.json.part").mkdir()
-    with pytest.raises(OSError, match=r"\.aliases\.json\.part"):
-        loras.aliases.remove("chat", "")[1].result(60)
+    earlier = (tmp_path / "aliases.json").read_bytes()
+    loras.aliases.remove("chat", "")[1].result(60)
     loras.put(task_id_of("chat"), CONTENTS[0], "chat")
     loras.close()
+    (tmp_path / "aliases.json").write_bytes(earlier)
     loras = start()
     assert loras.aliases.describe() == [alias("talk", v8=1)]
     assert "the alias 'chat' of aliases.json in lora_cache_dir is not used" in caplog.text
