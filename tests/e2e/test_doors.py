@@ -81,7 +81,6 @@ def generate_stream(server: ServerProcess, prompt: str, task: int | None) -> lis
 def test_every_streamed_piece_is_whole_characters(server: ServerProcess, samples: dict[str, Adapter]) -> None:
     task = samples["emoji"].lora_task_id
     pieces = stream_texts(server.grpc_url, "generation", chat("How are you today?", task, streaming=True))
-    assert len(pieces) > 5
     text = "".join(pieces)
     assert any(len(character.encode()) > 2 for character in text), f"no character of several tokens in {text!r}"
     assert "�" not in text[:-1], "a character was cut (the token limit may cut the last one)"

@@ -86,7 +86,6 @@ def test_a_streams_log_probs_go_with_its_tokens(
     request = ask(return_log_probs=True, return_perf_metrics=True, **{flag: True})
     with stream(server.grpc_url, model, request) as responses:
         results = list(responses)
-    assert len(results) > 3
     log_probs = np.concatenate([result.as_numpy("output_log_probs")[0, 0] for result in results])
     np.testing.assert_allclose(log_probs, whole.as_numpy("output_log_probs")[0, 0], atol=1e-3)
     assert "".join(map(text_of, results)) == text_of(whole)
