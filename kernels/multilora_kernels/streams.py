@@ -1,4 +1,4 @@
-"""The second stream of captured steps, on which work runs beside a matrix product; and what one stream owns."""
+"""Captured work, its second stream, on which work runs beside a matrix product, and what one stream owns."""
 
 from __future__ import annotations
 
@@ -40,6 +40,26 @@ def beside(
     y = product()
     _wait(ended)
     return result, y
+
+
+def capture_graph(run: Callable[[], None], pool: Any = None) -> Callable[[], None]:
+    """Record the work of `run` on the device. Returns its replay: the same work again, on the same memory.
+
+    pool: a handle of the memory that graphs share, one running at a time; None for memory of its own.
+    """
+    # Once outside: compiles kernels, and allocates the memory that libraries keep.
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Other threads of the engine may go on using the device while this one captures. A capture whose end fails leaves
+    # its stream as the current one: the outer context brings this one back.
+    with (
+        torch.cuda.stream(torch.cuda.current_stream()),
+        torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+    ):
+        run()
+    replay: Callable[[], None] = graph.replay
+    return replay
 
 
 def counters(device: torch.device) -> torch.Tensor:

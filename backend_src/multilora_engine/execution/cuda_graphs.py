@@ -14,13 +14,13 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from multilora_engine.batch.forward_batch import ForwardBatch, TokenLoRAs
 from multilora_engine.sampling.sampler import Best
 from multilora_kernels import LoRATables, StepInputs, fill_step_inputs
+from multilora_kernels.streams import capture_graph
 
 _logger = logging.getLogger(__name__)
 
@@ -198,19 +198,3 @@ def capture_decode(
     left, _ = torch.cuda.mem_get_info(device)
     _logger.info("CUDA graphs: %.0f MiB, captured in %.1f s", (free - left) / _MIB, time.monotonic() - start)
     return graphs
-
-
-def capture_graph(run: Run, pool: Any) -> Run:
-    """Record the work of `run` on the device. pool: a handle of the memory that graphs share, one running at a time."""
-    # Once outside: compiles kernels, and allocates the memory that libraries keep.
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # Other threads of the engine may go on using the device while this one captures. A capture whose end fails leaves
-    # its stream as the current one: the outer context brings this one back.
-    with (
-        torch.cuda.stream(torch.cuda.current_stream()),
-        torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
-    ):
-        run()
-    return graph.replay
