@@ -16,6 +16,7 @@ from support.fake_driver import TARGET, set_driver
 
 from multilora_kernels.cuda import ahead
 from multilora_kernels.cuda.ahead import PROCESS_BYTES, Ahead, compile_ahead, noted_kernels
+from multilora_kernels.cuda.dependent_launch import dependent_constants
 from multilora_kernels.cuda.elementwise import activation_constants, activation_kernel
 from multilora_kernels.cuda.step_inputs import fill_constants, fill_kernel
 
@@ -24,7 +25,8 @@ def launch(*, warmup: bool) -> None:
     """Two kernels, one of which has pointers to nothing. warmup: compile only."""
     x, y = torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros(8, 32, dtype=torch.bfloat16)
     numbers = torch.zeros(16, dtype=torch.int64)
-    activation_kernel.run(x, y, 32, grid=(8, 1), warmup=warmup, **activation_constants("silu", is_gated=True))
+    constants = activation_constants("silu", is_gated=True) | dependent_constants(True)
+    activation_kernel.run(x, y, 32, grid=(8, 1), warmup=warmup, **constants)
     vectors = [*[numbers] * 6, *[None] * 8]
     fill_kernel.run(*vectors, 3, 0, 0, 0, 0, 0, 0, grid=(4,), warmup=warmup, **fill_constants())
 

@@ -249,6 +249,27 @@ def test_sampling_compiles_without_spills(capability):
 
 
 @pytest.mark.parametrize("capability", _EVERY_GENERATION)
+def test_dependent_kernels_wait_before_they_touch_memory_and_others_let_them_begin_first_of_all(capability):
+    dependent = [
+        decode_resources(4, 128, _BLOCK, "bf16", capability),
+        add_rms_norm_resources(4096, "bf16", capability),
+        add_layer_norm_resources(4096, "bf16", capability),
+        silu_mul_resources("bf16", capability),
+    ]
+    before_them = [
+        expand_resources(_O, ROWS, 16, "bf16", capability),
+        multiply_codes_resources("int4", 16, True, "bf16", capability),
+    ]
+    for used, word in [*((each, "wait") for each in dependent), *((each, "launch_dependents") for each in before_them)]:
+        body = used.ptx.partition(".entry")[2].partition("\n{")[2]
+        before, *after = body.split(f"griddepcontrol.{word};")
+        assert len(after) == (capability >= 90)
+        # No branch leads around it.
+        assert not after or not re.search(r"\.global|cp\.async|\bbra\b", before)
+        assert ".global" in body
+
+
+@pytest.mark.parametrize("capability", _EVERY_GENERATION)
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=_IS_LONG)])
 def test_products_with_codes_compile_without_spills_and_load_many_at_once(capability, kind, dtype):

@@ -8,6 +8,8 @@ from support.lora_cases import FUSED, Case, make_case
 from support.synthetic_batches import POPULARITIES, choose_adapters
 
 from multilora_kernels import lora_expand, lora_shrink, step_segments
+from multilora_kernels.cuda.block_sizes import capability
+from multilora_kernels.cuda.dependent_launch import LEAST_CAPABILITY, launches_dependently
 
 pytestmark = pytest.mark.gpu
 _NUM_TOKENS = 32
@@ -35,3 +37,8 @@ def test_one_graph_serves_every_mix_of_adapters_with_the_bits_of_eager_execution
         mapping[seed] = -1
         graph.replay()
         assert torch.equal(captured, _apply(case, mapping, has_prompts))
+
+
+def test_a_gpu_that_has_dependent_launches_passes_their_trial():
+    device = torch.zeros(1, device="cuda").device
+    assert launches_dependently(device) == (capability(device) >= LEAST_CAPABILITY)

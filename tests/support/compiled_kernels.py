@@ -17,6 +17,7 @@ from benchmarks.lora_workloads import LinearShape
 from multilora_kernels.cuda.block_sizes import KeyKind, block_sizes
 from multilora_kernels.cuda.codes import order_codes_kernel, order_constants
 from multilora_kernels.cuda.decode_attention import decode_constants, decode_kernel
+from multilora_kernels.cuda.dependent_launch import LEAST_CAPABILITY, dependent_constants
 from multilora_kernels.cuda.elementwise import (
     activation_constants,
     activation_kernel,
@@ -108,7 +109,7 @@ _CODE_CACHE = {
 _NUM_ROWS = 64
 """Of a step: the table may have tiles of their own for fewer."""
 
-_OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl")
 
 
 _REGISTERS, _SHARED_BYTES, _SHARED_OF_SYSTEM, _WARPS, _PROGRAMS = 65536, 228 << 10, 1 << 10, 64, 32
@@ -360,6 +361,7 @@ def _with_zeros(
 def _resources(
     kernel: Any, constants: Mapping[str, Any], dtype: str, capability: int, pointers: Mapping[str, str] = _NO_POINTERS
 ) -> Resources:
+    constants = {**constants, **_of_dependent_launches(kernel, capability >= LEAST_CAPABILITY)}
     options = {name: constants[name] for name in _OPTIONS if name in constants}
     arguments = {name: value for name, value in constants.items() if name not in _OPTIONS}
     source = _source(kernel, arguments, dtype, pointers)
@@ -374,6 +376,12 @@ def _resources(
     widest = max([*widths, *sizes], default=0)
     used = (registers, stack + local, compiled.metadata.shared, compiled.metadata.num_warps)
     return Resources(*used, single_loads, wide_loads, widest, sizes, ptx)
+
+
+def _of_dependent_launches(kernel: Any, is_on: bool) -> dict[str, Any]:
+    """What the kernels that have a part in them are launched with."""
+    constants = dependent_constants(is_on) if "IS_DEPENDENT" in kernel.arg_names else {}
+    return constants | ({"LAUNCHES_DEPENDENTS": is_on} if "LAUNCHES_DEPENDENTS" in kernel.arg_names else {})
 
 
 def _source(kernel: Any, constants: Mapping[str, Any], dtype: str, pointers: Mapping[str, str]) -> Any:

@@ -41,7 +41,8 @@ class FakeDevice(TorchDispatchMode):
     """A mode under which operators of this package launch GPU kernels.
 
     launches: of kernels by name, and of torch's operators that compute. variants: the kernels that Triton would have
-    compiled. copies: between host and device, and the host's waits, those inside operators of torch among them.
+    compiled. copies: between host and device, and the host's waits, those inside operators of torch among them. order:
+    of the launches, a name and the keyword arguments.
     """
 
     def __init__(self) -> None:
@@ -49,6 +50,7 @@ class FakeDevice(TorchDispatchMode):
         self.launches: Counter[str] = Counter()
         self.variants: set[tuple[Any, ...]] = set()
         self.copies: Counter[str] = Counter()
+        self.order: list[tuple[str, dict[str, Any]]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -58,14 +60,18 @@ class FakeDevice(TorchDispatchMode):
         if func.name().partition(".")[0] in _WAITING:
             self.copies["wait"] += 1
         if _computes(func, args, result):
-            self.launches[func.name().partition(".")[0]] += 1
+            self._note(func.name().partition(".")[0])
         return result
+
+    def _note(self, name: str, **options: Any) -> None:
+        self.launches[name] += 1
+        self.order.append((name, options))
 
     def serve(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """From now on CPU tensors are served as those of a GPU are, and copied as if they were elsewhere."""
 
         def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-            self.launches[kernel.__name__] += 1
+            self._note(kernel.__name__, **kwargs)
             self.variants.add(_variant(kernel, args, kwargs))
 
         def copied(direction: str) -> Callable[..., torch.Tensor]:

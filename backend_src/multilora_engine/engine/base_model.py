@@ -198,7 +198,7 @@ def _compile_kernels(model: Model, config: EngineConfig, tables: LoRATables, kv_
         compute_steps(model, kv_cache, tables, *sizes, config.block_size, config.max_num_encoder_tokens)
         launch_operators(model, tables, kv_dtype, config)
 
-    compile_kernels(launch, available_memory())
+    compile_kernels(launch, tables.rank.device, available_memory())
 
 
 def _measure_steps(model: Model, config: EngineConfig, tables: LoRATables, kv_dtype: torch.dtype) -> StepBytes:

@@ -89,7 +89,7 @@ def compute_steps(
     return len(steps)
 
 
-def compile_kernels(launch: Callable[[], object], memory: int) -> None:
+def compile_kernels(launch: Callable[[], object], device: torch.device, memory: int) -> None:
     """Have the kernels that a function launches compiled in processes beside each other: some sixty of them, one after
     the other, take a minute or two. The function's launches compute nothing.
 
@@ -99,8 +99,11 @@ def compile_kernels(launch: Callable[[], object], memory: int) -> None:
     import triton
 
     from multilora_kernels.cuda.ahead import compile_ahead, noted_kernels
+    from multilora_kernels.cuda.dependent_launch import launches_dependently
 
     started = time.monotonic()
+    # Its trial computes, and decides on kernels.
+    launches_dependently(device)
     with StartProgress("kernels") as progress:
         with noted_kernels() as kernels:
             launch()

@@ -12,6 +12,7 @@ experts                                    a router's choice, and the chosen exp
 elementwise, tanh                          the work between linears
 sampling, penalties, step_inputs           the choice of tokens, changes of logits, inputs of captured graphs
 block_sizes, tiles, integers               tile sizes, products of tiles, arithmetic of grids
+dependent_launch                           kernels that begin before the one before them has ended
 ahead                                      kernels compiled in processes, before they are launched
 """
 

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from multilora_kernels.cuda.block_sizes import KeyKind, attention_sizes, capability, key_kind
+from multilora_kernels.cuda.dependent_launch import dependent_constants, launches_dependently
 from multilora_kernels.cuda.integers import cdiv, next_power_of_2
 from multilora_kernels.cuda.key_tiles import add_keys, load_slots
 from multilora_kernels.cuda.kv_rows import parts_of, store_rows
@@ -107,6 +109,7 @@ def decode(
         0 if key_scales is None else key_scales.stride(0),
         block_tables.stride(0),
         **constants,
+        **dependent_constants(launches_dependently(qkv.device)),
     )
 
 
@@ -190,8 +193,11 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLIT_TILES: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """One program: all query heads of one key-value head of a sequence, some splits of its keys."""
+    if IS_DEPENDENT:
+        gdc_wait()
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     token = tl.load(query_start_ptr + sequence)

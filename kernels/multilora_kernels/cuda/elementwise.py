@@ -7,7 +7,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
+from multilora_kernels.cuda.dependent_launch import dependent_constants, launches_dependently
 from multilora_kernels.cuda.integers import cdiv, next_power_of_2
 
 
@@ -18,7 +20,8 @@ def add_rms_norm(
     num_rows, size = x.shape
     assert x.stride() == update.stride() == (size, 1)
     normed, total = torch.empty_like(x), torch.empty_like(x)
-    add_rms_norm_kernel[(num_rows,)](x, update, weight, normed, total, eps, **norm_constants(size))
+    constants = norm_constants(size) | dependent_constants(launches_dependently(x.device))
+    add_rms_norm_kernel[(num_rows,)](x, update, weight, normed, total, eps, **constants)
     return normed, total
 
 
@@ -29,7 +32,8 @@ def add_layer_norm(
     num_rows, size = x.shape
     assert x.stride() == update.stride() == (size, 1)
     normed, total = torch.empty_like(x), torch.empty_like(x)
-    add_layer_norm_kernel[(num_rows,)](x, update, weight, bias, normed, total, eps, **norm_constants(size))
+    constants = norm_constants(size) | dependent_constants(launches_dependently(x.device))
+    add_layer_norm_kernel[(num_rows,)](x, update, weight, bias, normed, total, eps, **constants)
     return normed, total
 
 
@@ -57,7 +61,7 @@ def _activated(x: torch.Tensor, function: str, *, is_gated: bool) -> torch.Tenso
     num_rows, size = x.shape[0], x.shape[1] // (2 if is_gated else 1)
     assert x.is_contiguous()
     out = x.new_empty(num_rows, size)
-    constants = activation_constants(function, is_gated)
+    constants = activation_constants(function, is_gated) | dependent_constants(launches_dependently(x.device))
     activation_kernel[num_rows, cdiv(size, constants["BLOCK"])](x, out, size, **constants)
     return out
 
@@ -75,9 +79,19 @@ def activation_constants(function: str, is_gated: bool) -> dict[str, Any]:
 
 @triton.jit
 def add_rms_norm_kernel(
-    x_ptr, update_ptr, weight_ptr, normed_ptr, total_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    update_ptr,
+    weight_ptr,
+    normed_ptr,
+    total_ptr,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """One program: one row."""
+    if IS_DEPENDENT:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * SIZE
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
@@ -94,9 +108,20 @@ def add_rms_norm_kernel(
 
 @triton.jit
 def add_layer_norm_kernel(
-    x_ptr, update_ptr, weight_ptr, bias_ptr, normed_ptr, total_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    update_ptr,
+    weight_ptr,
+    bias_ptr,
+    normed_ptr,
+    total_ptr,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """One program: one row. bias_ptr: None for none."""
+    if IS_DEPENDENT:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * SIZE
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
@@ -115,8 +140,18 @@ def add_layer_norm_kernel(
 
 
 @triton.jit
-def activation_kernel(x_ptr, out_ptr, size, FUNCTION: tl.constexpr, IS_GATED: tl.constexpr, BLOCK: tl.constexpr):
+def activation_kernel(
+    x_ptr,
+    out_ptr,
+    size,
+    FUNCTION: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
     """One program: BLOCK outputs of one row; where IS_GATED, x is a row's gates and then its ups."""
+    if IS_DEPENDENT:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size

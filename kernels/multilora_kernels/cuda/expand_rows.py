@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from multilora_kernels.adapter_codes import CODE_BITS
 from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, capability
@@ -21,6 +22,7 @@ from multilora_kernels.cuda.codes import (
     load_two_of_int4,
     panel_codes,
 )
+from multilora_kernels.cuda.dependent_launch import launches_dependently
 from multilora_kernels.cuda.integers import cdiv, next_power_of_2
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
@@ -59,6 +61,7 @@ def expand_rows(
         v.stride(2),
         y.stride(0),
         **constants,
+        LAUNCHES_DEPENDENTS=launches_dependently(y.device),
     )
 
 
@@ -97,8 +100,11 @@ def expand_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     CODE_BITS: tl.constexpr,
+    LAUNCHES_DEPENDENTS: tl.constexpr,
 ):
     """One program: a row, BLOCK_N outputs of one slice, all ranks."""
+    if LAUNCHES_DEPENDENTS:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     lora_index = tl.load(mapping_ptr + row)
     if lora_index < 0:

@@ -22,9 +22,11 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from multilora_kernels.code_order import tile_inputs
 from multilora_kernels.cuda.code_values import int4_values, int8_values
+from multilora_kernels.cuda.dependent_launch import launches_dependently
 from multilora_kernels.cuda.integers import cdiv
 from multilora_kernels.cuda.tiles import exact_dot, float8_values
 from multilora_kernels.streams import MAX_COUNTERS, counters
@@ -156,6 +158,7 @@ def _multiply(x: torch.Tensor, weight: Codes, bias: torch.Tensor | None, plan: P
         weight.codes.stride(0),
         weight.scales.stride(0),
         **constants,
+        LAUNCHES_DEPENDENTS=launches_dependently(x.device),
     )
     return y
 
@@ -231,11 +234,14 @@ def multiply_codes_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LAUNCHES_DEPENDENTS: tl.constexpr,
 ):
     """One program: BLOCK_M rows, BLOCK_N outputs, one split of the inputs. y is computed as its transpose.
 
     GROUP_TILES: tiles of inputs in a group, 0 where all of them are one. HAS_REST: the last tile is not whole.
     """
+    if LAUNCHES_DEPENDENTS:
+        gdc_launch_dependents()
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     output_mask, row_mask = outputs < num_outputs, rows < num_rows

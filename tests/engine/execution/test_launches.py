@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs
 from multilora_engine.execution.piecewise_graphs import PiecewiseGraphs
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.sampling import sampler
+from multilora_kernels import streams
+from multilora_kernels.cuda import dependent_launch
 
 LAUNCHES_OF_A_LAYER = {
     "add_rms_norm_kernel": 2,
@@ -196,6 +200,60 @@ def test_a_step_of_prompts_in_pieces_is_two_launches_a_layer_beside_the_graphs(
         # Of the first piece.
         del outside[name]
     assert device.launches == outside + Counter(of_attention) + Counter({"fill_kernel": 1})
+
+
+@pytest.fixture
+def dependent_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """CPU tensors are those of a GPU that has them."""
+    monkeypatch.setattr(dependent_launch, "capability", lambda device: dependent_launch.LEAST_CAPABILITY)
+    monkeypatch.setattr(dependent_launch, "_fault_of_trial", lambda device: "")
+    dependent_launch.launches_dependently.cache_clear()
+    yield
+    dependent_launch.launches_dependently.cache_clear()
+
+
+@pytest.mark.usefixtures("dependent_launches")
+@pytest.mark.parametrize(
+    ("tasks", "before", "launches_dependents"),
+    [((None, 0, 1), "expand_rows_kernel", True), ((None, None), "aten::linear", False)],
+)
+def test_dependent_launches_of_a_decode_step_follow_kernels_and_never_where_streams_join(
+    tmp_path: Path,
+    default_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tasks: tuple[int | None, ...],
+    before: str,
+    launches_dependents: bool,
+) -> None:
+    device = make_device(monkeypatch)
+    engine = make_engine(tmp_path, default_model_dir)
+    device.serve(monkeypatch)
+    # As in a capture.
+    monkeypatch.setattr(streams, "_is_captured", lambda device: True)
+    monkeypatch.setattr(streams, "_on_second", lambda device: nullcontext())
+    monkeypatch.setattr(streams, "_recorded_event", lambda: None)
+    monkeypatch.setattr(streams, "_wait", lambda event: device.order.append(("wait", {})))
+    for n, task in enumerate(tasks):
+        sampling = SamplingParams(max_tokens=8, end_id=-1)
+        engine.add_request(GenerationRequest(f"r{n}", [5, 6, 7], sampling, lora_task_id=task))
+    with device:
+        engine.step()
+        engine.step()
+        device.order.clear()
+        engine.step()
+    pairs = Counter(
+        (first, second, options.get("LAUNCHES_DEPENDENTS", False))
+        for (first, options), (second, own) in pairwise(device.order)
+        if own.get("launch_pdl")
+    )
+    assert pairs == {
+        ("aten::zeros_like", "add_rms_norm_kernel", False): 1,
+        (before, "decode_kernel", launches_dependents): NUM_LAYERS,
+        (before, "add_rms_norm_kernel", launches_dependents): 2 * NUM_LAYERS - 1,
+        (before, "activation_kernel", launches_dependents): NUM_LAYERS,
+        ("aten::index_select", "add_rms_norm_kernel", False): 1,
+    }
+    assert all(own["IS_DEPENDENT"] for _, own in device.order if own.get("launch_pdl"))
 
 
 def _of_layers() -> Counter[str]:
