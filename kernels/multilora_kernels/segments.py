@@ -46,6 +46,11 @@ class LoRASegments(NamedTuple):
     num_tokens: int
     chunk_size: int = CHUNK_SIZE
 
+    @property
+    def of_kernels(self) -> tuple[torch.Tensor, ...]:
+        """What a kernel of chunks takes, in its order, or a kernel of rows."""
+        return self[3:4] if self.chunk_size == ROWS else self[:4]
+
 
 def chunk_size_of(num_tokens: int) -> int:
     """The chunks of a batch of so many tokens."""

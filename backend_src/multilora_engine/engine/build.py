@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -19,7 +20,7 @@ from multilora_engine.execution.device_probe import DeviceProbe, is_device_dead,
 from multilora_engine.execution.graph_check import GraphCheck, GraphFault
 from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.execution.piecewise_graphs import CudaPieces, Pieces, PiecewiseGraphs, piece_sizes
-from multilora_engine.execution.warm_up import warm_up
+from multilora_engine.execution.warm_up import compute_steps
 from multilora_engine.lora.adapter_events import EventLog
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
@@ -193,7 +194,11 @@ def build_model_runner(
     kv_cache = KVCache(*(group.cache(num_slots, plan.kv_dtype, device, zeros) for _ in range(2)))
     if device.type == "cuda":
         max_sizes = (config.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len)
-        warm_up(model, kv_cache, loras.tables, *max_sizes, config.block_size, config.max_num_encoder_tokens)
+        started = time.monotonic()
+        sizes = (*max_sizes, config.block_size, config.max_num_encoder_tokens)
+        num_steps = compute_steps(model, kv_cache, loras.tables, *sizes)
+        seconds = time.monotonic() - started
+        _logger.info("%d kinds of steps of up to %d tokens computed once in %.1f s", num_steps, max_sizes[0], seconds)
     graphs = pieces = None
     if has_graphs:
         check = GraphCheck(model, kv_cache, loras, plan.num_blocks, config.block_size, plan.max_model_len)

@@ -33,28 +33,6 @@ _FEWEST_TOKENS = 128
 _DRAWN = SamplingRule(temperature=1.0, top_k=2, top_p=0.9, min_p=0.0, uniform=0.5)
 
 
-def warm_up(
-    model: Model,
-    kv_cache: KVCache,
-    tables: LoRATables,
-    max_num_tokens: int,
-    max_num_seqs: int,
-    max_len: int,
-    block_size: int,
-    max_num_encoder_tokens: int = 0,
-) -> None:
-    """Compute one step of each kind, over the first block of a cache that holds nothing yet.
-
-    max_num_tokens, max_num_seqs, max_num_encoder_tokens: of a step. max_len: of a sequence. Raises OperatorFault for a
-    step that fails.
-    """
-    started = time.monotonic()
-    sizes = (max_num_tokens, max_num_seqs, max_len)
-    num_steps = compute_steps(model, kv_cache, tables, *sizes, block_size, max_num_encoder_tokens)
-    seconds = time.monotonic() - started
-    _logger.info("%d kinds of steps of up to %d tokens computed once in %.1f s", num_steps, max_num_tokens, seconds)
-
-
 @torch.inference_mode()
 def compute_steps(
     model: Model,
@@ -66,7 +44,11 @@ def compute_steps(
     block_size: int,
     max_num_encoder_tokens: int = 0,
 ) -> int:
-    """The steps of `warm_up`, which takes the same. Returns how many there are."""
+    """Compute one step of each kind, over the first block of a cache that holds nothing yet. Returns their number.
+
+    max_num_tokens, max_num_seqs, max_num_encoder_tokens: of a step. max_len: of a sequence. Raises OperatorFault for a
+    step that fails.
+    """
     # Imported here: Triton comes with the CUDA builds of torch only.
     from multilora_kernels.cuda.block_sizes import capability, row_bounds
     from multilora_kernels.cuda.quantized import ROW_BOUNDS

@@ -118,31 +118,27 @@ def _expert_linear(x: torch.Tensor, experts: UnpackedExperts, chunks: LoRASegmen
         codes = Codes(*experts.weight.plain)
         # Codes without tiles become floats, all of them: no known checkpoint has such groups.
         weight = codes if codes.tile else dequantized(codes, x.dtype)
-    places = (chunks.permutation, chunks.chunk_start, chunks.chunk_length, chunks.chunk_lora_index)
+    stored: tuple[torch.Tensor | None, ...]
     if isinstance(weight, Codes):
-        constants = codes_constants(
-            weight.kind, weight.in_features, weight.group_size, weight.tile, chunks.chunk_size, is_wide
-        )
-        grid = (chunks.chunk_start.numel(), cdiv(num_outputs, constants["BLOCK_N"]))
-        expert_codes_kernel[grid](
-            x,
-            weight.codes,
-            weight.scales,
-            weight.zeros,
-            y,
-            *places,
-            num_outputs,
-            weight.in_features,
-            top_k,
-            x.stride(0),
-            weight.codes.stride(0),
-            weight.scales.stride(0),
-            **constants,
-        )
-        return y
-    constants = floats_constants(chunks.chunk_size, is_wide)
-    grid = (chunks.chunk_start.numel(), cdiv(num_outputs, constants["BLOCK_N"]))
-    expert_floats_kernel[grid](x, weight, y, *places, num_outputs, x.shape[1], top_k, x.stride(0), **constants)
+        kernel, stored = expert_codes_kernel, (weight.codes, weight.scales, weight.zeros)
+        strides = [weight.codes.stride(0), weight.scales.stride(0)]
+        shape = (weight.kind, weight.in_features, weight.group_size, weight.tile)
+        constants = codes_constants(*shape, chunks.chunk_size, is_wide)
+    else:
+        kernel, stored, strides = expert_floats_kernel, (weight,), []
+        constants = floats_constants(chunks.chunk_size, is_wide)
+    kernel[chunks.chunk_start.numel(), cdiv(num_outputs, constants["BLOCK_N"])](
+        x,
+        *stored,
+        y,
+        *chunks.of_kernels,
+        num_outputs,
+        x.shape[1],
+        top_k,
+        x.stride(0),
+        *strides,
+        **constants,
+    )
     return y
 
 

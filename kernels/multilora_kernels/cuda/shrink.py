@@ -18,7 +18,7 @@ from multilora_kernels.adapter_codes import CODE_BITS
 from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, capability
 from multilora_kernels.cuda.codes import arena_of_kernels, header_bytes, load_int4
 from multilora_kernels.cuda.integers import cdiv
-from multilora_kernels.cuda.shrink_rows import shrink_rows
+from multilora_kernels.cuda.shrink_rows import shrink_rows_constants, shrink_rows_kernel
 from multilora_kernels.cuda.tiles import exact_dot
 from multilora_kernels.parts import PART_SIZE, empty_v
 from multilora_kernels.segments import CHUNK_SIZE, ROWS, LoRASegments
@@ -34,29 +34,28 @@ def lora_shrink(
     sizes: BlockSizes | None = None,
 ) -> torch.Tensor:
     """See `multilora_kernels.shrink.lora_shrink`. sizes: to try others than the table's."""
-    if segments.chunk_size == ROWS:
-        return shrink_rows(x, tables, first_slice, num_slices, segments, sizes)
     in_features = x.shape[1]
     assert x.stride(1) == 1
     v = empty_v(x, num_slices, tables.max_rank)
-    parts = v.shape[0]
-    is_wide = torch.float32 in (x.dtype, tables.arena.dtype)
     shape = (segments.chunk_size, tables.max_rank, capability(x.device), in_features, len(x))
     sizes = sizes or block_sizes("shrink", *shape)
     code_bits = CODE_BITS.get(tables.arena.dtype, 0)
-    constants = shrink_constants(
-        in_features, parts, segments.chunk_size, is_wide, sizes, capability(x.device), code_bits
-    )
-    grid = (segments.chunk_start.numel(), cdiv(tables.max_rank, constants["BLOCK_R"]) * parts, num_slices)
-    shrink_kernel[grid](
+    if segments.chunk_size == ROWS:
+        kernel = shrink_rows_kernel
+        constants = shrink_rows_constants(in_features, tables.arena.dtype == torch.float32, sizes, code_bits)
+        num_programs = cdiv(in_features, PART_SIZE) * constants["RANK_SPLITS"]
+    else:
+        kernel = shrink_kernel
+        is_wide = torch.float32 in (x.dtype, tables.arena.dtype)
+        of_chunks = (v.shape[0], segments.chunk_size, is_wide, sizes, capability(x.device), code_bits)
+        constants = shrink_constants(in_features, *of_chunks)
+        num_programs = cdiv(tables.max_rank, constants["BLOCK_R"]) * v.shape[0]
+    kernel[segments.chunk_lora_index.numel(), num_programs, num_slices](
         x,
         arena_of_kernels(tables.arena),
         tables.rank,
         tables.a_offset,
-        segments.permutation,
-        segments.chunk_start,
-        segments.chunk_length,
-        segments.chunk_lora_index,
+        *segments.of_kernels,
         v,
         in_features,
         tables.rank.shape[1],

@@ -10,53 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels.adapter_codes import CODE_BITS
-from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, capability
-from multilora_kernels.cuda.codes import arena_of_kernels, code_values, header_bytes, load_int4
-from multilora_kernels.cuda.integers import cdiv, next_power_of_2
-from multilora_kernels.parts import PART_SIZE, empty_v
-from multilora_kernels.segments import LoRASegments
-from multilora_kernels.tables import LoRATables
-
-
-def shrink_rows(
-    x: torch.Tensor,
-    tables: LoRATables,
-    first_slice: int,
-    num_slices: int,
-    segments: LoRASegments,
-    sizes: BlockSizes | None = None,
-) -> torch.Tensor:
-    """`lora_shrink` of segments that are rows. sizes: to try others than the table's."""
-    in_features = x.shape[1]
-    assert x.stride(1) == 1
-    v = empty_v(x, num_slices, tables.max_rank)
-    shape = (segments.chunk_size, tables.max_rank, capability(x.device), in_features, len(x))
-    code_bits = CODE_BITS.get(tables.arena.dtype, 0)
-    is_wide = tables.arena.dtype == torch.float32
-    constants = shrink_rows_constants(in_features, is_wide, sizes or block_sizes("shrink", *shape), code_bits)
-    grid = (len(x), cdiv(in_features, PART_SIZE) * constants["RANK_SPLITS"], num_slices)
-    shrink_rows_kernel[grid](
-        x,
-        arena_of_kernels(tables.arena),
-        tables.rank,
-        tables.a_offset,
-        segments.chunk_lora_index,
-        v,
-        in_features,
-        tables.rank.shape[1],
-        first_slice,
-        x.stride(0),
-        v.stride(0),
-        v.stride(1),
-        v.stride(2),
-        **constants,
-    )
-    return v
+from multilora_kernels.cuda.block_sizes import BlockSizes
+from multilora_kernels.cuda.codes import code_values, header_bytes, load_int4
+from multilora_kernels.cuda.integers import next_power_of_2
+from multilora_kernels.parts import PART_SIZE
 
 
 def shrink_rows_constants(in_features: int, is_wide: bool, sizes: BlockSizes, code_bits: int = 0) -> dict[str, Any]:

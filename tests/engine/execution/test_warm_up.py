@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
 from multilora_engine.engine import base_model
 from multilora_engine.engine.engine import Engine
-from multilora_engine.execution.warm_up import compute_steps, warm_up, warm_up_steps
+from multilora_engine.execution.warm_up import compute_steps, warm_up_steps
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_kernels import cuda, order_codes
 from multilora_kernels.cuda import experts
@@ -86,7 +86,7 @@ def test_no_kernel_is_compiled_after_it(
     with device:
         runner = engine._runner
         tables = engine._loras.device.tables
-        warm_up(runner._model, runner._kv_cache, tables, MAX_NUM_TOKENS, MAX_NUM_SEQS, MAX_LEN, BLOCK_SIZE)
+        compute_steps(runner._model, runner._kv_cache, tables, MAX_NUM_TOKENS, MAX_NUM_SEQS, MAX_LEN, BLOCK_SIZE)
         compiled = set(device.variants)
         device.variants.clear()
         _serve(engine, device)
@@ -156,7 +156,7 @@ def test_a_kernel_that_fails_for_some_steps_only_stops_the_load_and_is_named(
         "a step of 128 tokens in 24 sequences failed on cpu, in silu_mul: ValueError: out of resource: shared memory"
     )
     with device, pytest.raises(OperatorFault, match=error):
-        warm_up(runner._model, runner._kv_cache, tables, MAX_NUM_TOKENS, MAX_NUM_SEQS, MAX_LEN, BLOCK_SIZE)
+        compute_steps(runner._model, runner._kv_cache, tables, MAX_NUM_TOKENS, MAX_NUM_SEQS, MAX_LEN, BLOCK_SIZE)
 
 
 def _serve(engine: Engine, device: FakeDevice) -> None:
