@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import logging
+import pkgutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +15,7 @@ from support.gpu_path import FakeDevice, make_device
 from support.recorded_graph import record
 from triton.runtime.jit import JITFunction
 
-from multilora_kernels import add_rms_norm
+from multilora_kernels import add_rms_norm, cuda
 from multilora_kernels.cuda import dependent_launch
 from multilora_kernels.cuda.dependent_launch import LEAST_CAPABILITY, launches_dependently
 
@@ -60,6 +63,32 @@ def _early() -> Link:
 def _uncaptured(source: torch.Tensor, target: torch.Tensor) -> None:
     """No replay does it again."""
     target.numpy()[:] = source.numpy() + 1
+
+
+def _kernels() -> dict[str, JITFunction[Any]]:
+    """All of this package."""
+    modules = [
+        importlib.import_module(f"{cuda.__name__}.{found.name}") for found in pkgutil.iter_modules(cuda.__path__)
+    ]
+    values = [(name, value) for module in modules for name, value in vars(module).items()]
+    return {name: value for name, value in values if isinstance(value, JITFunction)}
+
+
+def test_whatever_kernel_depends_on_the_one_before_waits_in_its_first_statement() -> None:
+    first_statements = {
+        "IS_DEPENDENT": "if IS_DEPENDENT:\n    gdc_wait()",
+        "LAUNCHES_DEPENDENTS": "if LAUNCHES_DEPENDENTS:\n    gdc_launch_dependents()",
+    }
+    names: dict[str, set[str]] = {constant: set() for constant in first_statements}
+    for name, kernel in _kernels().items():
+        (function,) = ast.parse(kernel.src).body
+        _docstring, *body = function.body  # type: ignore[attr-defined]
+        own = [statement for constant, statement in first_statements.items() if constant in kernel.arg_names]
+        assert [ast.unparse(statement) for statement in body[: len(own)]] == own, name
+        for constant in first_statements.keys() & set(kernel.arg_names):
+            names[constant].add(name)
+    assert names["IS_DEPENDENT"] >= {"decode_kernel", "add_rms_norm_kernel", "add_layer_norm_kernel"}
+    assert names["LAUNCHES_DEPENDENTS"] >= {"expand_rows_kernel", "multiply_codes_kernel"}
 
 
 def test_a_trial_that_is_right_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
