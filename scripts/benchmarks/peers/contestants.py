@@ -138,12 +138,17 @@ def _pip(python: Path, command: str, *arguments: str) -> None:
         raise RuntimeError(done.stderr.strip()[-1000:])
 
 
+_LAST_WORDS = 2000
+"""Characters of a program's log that tell why it ended."""
+
+
 @dataclass(frozen=True)
 class RunningPeer:
     """A contestant that has loaded the model and waits for cases. start_s: the seconds that this took."""
 
     contestant: Contestant
     _process: subprocess.Popen[str]
+    _log: Path
     start_s: float = 0.0
 
     @classmethod
@@ -171,8 +176,8 @@ class RunningPeer:
         with process:
             try:
                 if not _ask(process, asdict(own)):
-                    raise RuntimeError(log.read_text()[-2000:])
-                yield cls(contestant, process, time.monotonic() - started)
+                    raise RuntimeError(log.read_text()[-_LAST_WORDS:])
+                yield cls(contestant, process, log, time.monotonic() - started)
             finally:
                 process.kill()
 
@@ -189,7 +194,8 @@ class RunningPeer:
         line = _ask(self._process, asdict(case))
         if not line:
             status = self._process.wait()
-            raise RuntimeError(f"it ended with status {status} at {case.name}")
+            words = self._log.read_text()[-_LAST_WORDS:]
+            raise RuntimeError(f"it ended with status {status} at {case.name}: {words}")
         return Answer(**json.loads(line))
 
 

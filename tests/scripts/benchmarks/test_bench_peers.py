@@ -78,7 +78,7 @@ def test_figures_are_those_of_the_answers() -> None:
         Answer(tokens=[[1, 2, 3], [4, 5, 7]], times=[[1.0, 1.5, 2.0], [1.2, 1.5, 2.0]]),
         Answer(tokens=[[1, 2, 3], [4, 5, 7]], times=[[1.0, 1.5, 3.0], [1.2, 1.5, 2.0]]),
     ]
-    figures = Figures.of(RunningPeer(OURS, None, 1.5), "base", answers, [[1, 2, 3], [4, 5, 6]])
+    figures = Figures.of(RunningPeer(OURS, None, Path(), 1.5), "base", answers, [[1, 2, 3], [4, 5, 6]])
     assert (figures.peer, figures.start_s) == (OURS.name, 1.5)
     assert figures.tokens_per_s == 6 / 3
     assert figures.first_token_ms == pytest.approx(1100)
@@ -128,18 +128,20 @@ class AnswersAll(RunningPeer):
 def test_a_peer_that_ends_by_itself_is_left_out_and_the_others_are_measured() -> None:
     console = Console(record=True)
     cases = [Case("short", [[1]], [None], 1), Case("long", [[1, 2]], [None], 1)]
-    ending = EndsAtTheLongCase(Contestant("ending", "", "float32"), None)  # type: ignore[arg-type]
-    staying = AnswersAll(Contestant("staying", "", "float32"), None)  # type: ignore[arg-type]
+    ending = EndsAtTheLongCase(Contestant("ending", "", "float32"), None, Path())  # type: ignore[arg-type]
+    staying = AnswersAll(Contestant("staying", "", "float32"), None, Path())  # type: ignore[arg-type]
     measured = compare([ending, staying], cases, {"short": [[1, 2]], "long": [[1, 2]]}, 2, console)
     assert [(row.peer, row.case) for row in measured] == [("staying", "short"), ("staying", "long")]
     assert "ending is left out: it ended with status -6 at long" in console.export_text()
 
 
-def test_a_program_that_ended_answers_nothing() -> None:
+def test_the_error_of_a_program_that_ended_has_its_last_words(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("no memory")
     with subprocess.Popen(["true"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         process.wait()
-        with pytest.raises(RuntimeError, match="it ended with status 0 at short"):
-            RunningPeer(OURS, process).answer(Case("short", [[1]], [None], 1))
+        with pytest.raises(RuntimeError, match="it ended with status 0 at short: no memory"):
+            RunningPeer(OURS, process, log).answer(Case("short", [[1]], [None], 1))
 
 
 @pytest.mark.long(reason="two processes load an engine each")
@@ -252,7 +254,7 @@ def test_a_version_is_what_the_interpreter_has() -> None:
 def test_the_command_writes_what_it_measured(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def loaded(*_: object) -> Iterator[list[RunningPeer]]:
-        yield [RunningPeer(OURS, None)]  # type: ignore[arg-type]
+        yield [RunningPeer(OURS, None, Path())]  # type: ignore[arg-type]
 
     monkeypatch.setattr(bench_peers, "measured_source", lambda: "By a test.")
     monkeypatch.setattr(bench_peers, "running", loaded)
