@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from unittest.mock import patch
 
 import torch
 
+from benchmarks.lora_workloads import Step
 from benchmarks.machine_limits import Clock
 from gpu.machine import Machine, Row
 from gpu.model_steps import EIGHT_BILLION, ONE_BILLION, RANK, Sizes, Storage, Workbench, llama_config
 from gpu.step_kernels import kernels_of_a_step
 from multilora_engine.lora.page_copies import copies_to
 from multilora_engine.models.model_config import ModelConfig
-from multilora_kernels import CodeType
+from multilora_kernels import CodeType, cuda
 
 _BFLOAT16 = Storage(torch.bfloat16, torch.bfloat16)
 _W4A16 = Storage(torch.bfloat16, torch.int8, CodeType.INT4)
@@ -24,6 +28,9 @@ _DRY_MODEL = llama_config(1, hidden=32, num_heads=2, num_kv_heads=1, ffn=48, voc
 
 _CODED_BATCHES = (64, 128)
 """Sequences of the steps whose kernels are measured with adapters in codes, too."""
+
+_BATCHES_OF_LAUNCHES = (1, 64)
+"""Sequences of the steps that are measured with and without dependent launches."""
 
 _SHARE_OF_MEMORY = 0.85
 _PAGE_BYTES = 4 << 20
@@ -56,9 +63,34 @@ def measure_kernels_of_steps(machine: Machine) -> Iterator[Row]:
     for batch in batches:
         for num_adapters in (0, max(bench.sizes.adapters(batch))):
             yield from kernels_of_a_step(bench, batch, num_adapters, machine, limits)
+    for batch in [batch for batch in _BATCHES_OF_LAUNCHES if batch in batches]:
+        yield _row_of_dependent_launches(bench, batch, machine)
     bench.set_adapters(torch.int8)
     for batch in batches[:1] if machine.is_dry else [batch for batch in batches if batch in _CODED_BATCHES]:
         yield from kernels_of_a_step(bench, batch, max(bench.sizes.adapters(batch)), machine, limits)
+
+
+def _row_of_dependent_launches(bench: Workbench, batch: int, machine: Machine) -> Row:
+    """What they take from a step with as many adapters as there are, beside the same step launched plainly."""
+    num_adapters = max(bench.sizes.adapters(batch))
+    step = bench.decode(batch, num_adapters)
+    seconds = machine.measure({"dependent": step, "plain": launched_plainly(step)})
+    gain = seconds["plain"] - seconds["dependent"]
+    note = f"of {seconds['plain'] * 1e6:,.0f} us, {gain / seconds['plain']:.1%}"
+    return Row(f"{batch} rows, {num_adapters} adapters: dependent launches save", gain * 1e6, "us", note=note)
+
+
+def launched_plainly(step: Step) -> Step:
+    """A step whose kernels all wait, before they begin, for the end of the one before."""
+
+    def run() -> None:
+        with ExitStack() as stack:
+            for name, module in list(sys.modules.items()):
+                if name.startswith(cuda.__name__) and hasattr(module, "launches_dependently"):
+                    stack.enter_context(patch.object(module, "launches_dependently", lambda device: False))
+            step()
+
+    return run
 
 
 def _workbench(

@@ -15,6 +15,7 @@ from support.gpu_path import FakeDevice, make_device
 from support.recorded_graph import record
 from triton.runtime.jit import JITFunction
 
+from gpu.model_parts import launched_plainly
 from multilora_kernels import add_rms_norm, cuda
 from multilora_kernels.cuda import dependent_launch
 from multilora_kernels.cuda.dependent_launch import LEAST_CAPABILITY, launches_dependently
@@ -130,12 +131,16 @@ def test_where_the_trial_fails_launches_are_plain_and_the_log_says_why(
         assert not launches_dependently(CPU)
     assert reason in caplog.text
     assert "no kernel begins before the one before it has ended" in caplog.text
+    assert not _depends(_served(monkeypatch), _norm)
+
+
+def test_a_step_is_measured_beside_the_same_one_launched_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    _set_device(monkeypatch, _right)
+    assert launches_dependently(CPU)
     device = _served(monkeypatch)
-    with device:
-        add_rms_norm(*torch.zeros(2, 3, 16), torch.zeros(16), 1e-6)
-    ((_, options),) = (launch for launch in device.order if launch[0] == "add_rms_norm_kernel")
-    assert "launch_pdl" not in options
-    assert not options["IS_DEPENDENT"]
+    assert _depends(device, _norm)
+    assert not _depends(device, launched_plainly(_norm))
+    assert _depends(device, _norm)
 
 
 def test_a_capture_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -152,3 +157,17 @@ def _served(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     device = make_device(monkeypatch)
     device.serve(monkeypatch)
     return device
+
+
+def _norm() -> None:
+    add_rms_norm(*torch.zeros(2, 3, 16), torch.zeros(16), 1e-6)
+
+
+def _depends(device: FakeDevice, step: Callable[[], None]) -> bool:
+    """Whether the only kernel of a step is launched as a dependent."""
+    device.order.clear()
+    with device:
+        step()
+    ((_, options),) = (launch for launch in device.order if launch[0] == "add_rms_norm_kernel")
+    assert options.get("launch_pdl", False) == options["IS_DEPENDENT"]
+    return bool(options["IS_DEPENDENT"])
