@@ -3,8 +3,8 @@ it in the stream still run, and wait there. So the time of a launch is hidden.
 
 A dependent kernel waits in its first statement, before it reads or writes any memory, until all that the stream was
 given before is done and can be seen (`griddepcontrol.wait` of the PTX ISA). That is right whatever kernel came before,
-and whatever kernels that one waited for: all programs of each wait. After a copy, or where streams join, a capture has
-an ordinary edge: the trial has both.
+and whatever kernels that one waited for: all programs of each wait. No dependent kernel comes where streams join, of
+which CUDA's guide says nothing. What it says nothing of and may come, a copy before one, the trial has.
 
 The kernel before says in its first statement that dependents may begin. They do when all its programs have said so,
 that is when its last ones have their places: a waiting program takes no place from one that works. Without the word
@@ -61,7 +61,8 @@ def launches_dependently(device: torch.device) -> bool:
 def _fault_of_trial(device: torch.device) -> str:
     """What is wrong with dependent launches, one by one and in a captured graph; empty if nothing is.
 
-    Each kernel writes what the next one reads, at its end, and over what the one before has read.
+    They come after a copy, after one another, beside a second stream, and after a kernel of torch. Each writes at its
+    end what the next one reads, over what the one before has read.
     """
     start, x, y = torch.zeros(3, _LENGTH, dtype=torch.int32, device=device)
     zero = start.new_zeros(1)
