@@ -125,7 +125,7 @@ class BlockAllocator:
 
         Full blocks are shared. A last one that is not full goes to one child, and the others get copies of it: the
         caller copies the keys and values. Sequences without a child lose their blocks. None if too few blocks are free
-        for the copies; then all these sequences must be freed.
+        for the copies; then all these sequences must be freed, and start again from the tokens that they have now.
         """
         for index, sequence in enumerate(before):
             if index not in parents:
@@ -135,6 +135,8 @@ class BlockAllocator:
         num_full = before[parents[0]].num_computed_tokens // self.block_size
         has_last = len(states[parents[0]][0]) > num_full
         if has_last and len(parents) - len(set(parents)) > self.num_free:
+            for sequence, parent in zip(after, parents, strict=True):
+                sequence.block_table.keys = list(states[parent][1])
             return None
         copies: list[BlockCopy] = []
         heirs: set[int] = set()

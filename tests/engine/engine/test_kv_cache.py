@@ -399,6 +399,30 @@ def test_beams_that_change_places_are_known_by_the_tokens_they_took_over() -> No
         assert compute(blocks, sequence([1] * 4 + [first] * 4 + [second] * 4 + [9])) == num_tokens
 
 
+def test_beams_that_find_no_blocks_start_again_from_the_tokens_they_took_over() -> None:
+    blocks = PoisonedBlocks(7, BLOCK_SIZE)
+    one = sequence([1] * 4)
+    compute(blocks, one)
+    one.num_computed_tokens = 4
+    beams = branch(blocks, [one], [0, 0])
+    assert beams is not None
+    for beam, token in zip(beams, (5, 6), strict=True):
+        beam.output_token_ids += [token] * 6
+        assert blocks.grow(beam, 10)
+        blocks.write(beam, 4, 10)
+        blocks.commit(beam, 4, 10)
+        beam.num_computed_tokens = 10
+    others = [sequence([9 + i] * 4) for i in range(2)]
+    for other in others:
+        compute(blocks, other)
+    assert branch(blocks, beams, [1, 0, 0]) is None
+    for other in others:
+        blocks.free(other)
+    for beam, token in zip(beams, (6, 5), strict=True):
+        beam.output_token_ids = [token] * 6
+        assert compute(blocks, beam) == 8
+
+
 @settings(max_examples=150, deadline=None)
 @given(num_blocks=st.integers(6, 40), has_sources=st.booleans(), seed=st.integers(0, 1 << 30))
 def test_nobody_ever_reads_what_is_not_its_own(num_blocks: int, has_sources: bool, seed: int) -> None:
