@@ -54,9 +54,14 @@ def main(
     """Write the bundle for a machine with Linux on x86-64, glibc 2.35 or later, and this Python."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        needed = {package.partition("==")[0]: package for package in needed_packages(python)}
+        if unknown := [name for name in without if name not in {*needed, REPOSITORY_PART}]:
+            raise typer.BadParameter(
+                f"the bundle has no {', '.join(unknown)}; it has {', '.join(needed)} and {REPOSITORY_PART}",
+                param_hint="--without",
+            )
         with console.status("downloading"):
-            packages = [name for name in needed_packages(python) if name.partition("==")[0] not in without]
-            wheels = download(packages, python, folder / "wheels")
+            wheels = download([needed[name] for name in needed if name not in without], python, folder / "wheels")
         own = [part for part in own_parts(folder) if part.name not in without]
         sources = [*unpacked(wheels, python, folder / PACKAGES), *own]
         with ThreadPoolExecutor() as threads:

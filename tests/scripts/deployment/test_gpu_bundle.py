@@ -86,6 +86,14 @@ def test_parts_can_be_left_out(small: Path) -> None:
         assert "repository.tar.xz" not in archive.getnames()
 
 
+def test_a_part_that_it_does_not_have_cannot_be_left_out(small: Path) -> None:
+    assert make(small / "bundle.tar", "--without", "msgspec").exit_code == 0
+    done = make(small / "other.tar", "--without", "msgspec", "--without", "no-such")
+    assert done.exit_code == 2
+    assert "the bundle has no no-such; it has" in " ".join(done.output.replace("│", " ").split())
+    assert not (small / "other.tar").exists()
+
+
 def test_one_that_is_too_large_is_not_written(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_bundle, "MOST_BYTES", 100)
     done = make(small / "bundle.tar")
