@@ -40,6 +40,7 @@ decoder_layers                             all layers of a Llama-like model in o
 sampling, sampling_rule, penalties         the choice of tokens, and changes of logits before it
 step_inputs, streams                       the inputs of captured graphs, and their second stream
 huge_pages, memory_ahead                   memory for weights
+control_groups                             Linux's limits of this process, and the processors that they leave
 dispatch, interpreter                      who computes an operator; where the GPU's operators serve
   cpu, cuda                                C++ for CPUs; OpenAI Triton for GPUs
 reference, penalties_reference             every operator in plain PyTorch

@@ -33,6 +33,7 @@ from gpu.machine import Machine, Row
 from gpu.report import ERROR_UNIT
 from gpu.tuning_parts import compile_candidates, tune
 from multilora_kernels import CodeType, add_rms_norm, reference
+from multilora_kernels.control_groups import usable_processors
 from multilora_kernels.self_test import CheckedOperator, ExpertShapes, OperatorShapes, checked_operators
 from repository import REPOSITORY
 
@@ -45,7 +46,7 @@ _TESTS = (
     "engine/test_gpu",
 )
 _TESTS_A_ROW = 25
-_NUM_WORKERS = str(min(16, os.cpu_count() or 1))
+_NUM_WORKERS = str(min(16, usable_processors()))
 
 
 def describe_machine(machine: Machine) -> Iterator[Row]:

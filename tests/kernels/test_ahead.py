@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import logging
 import subprocess
@@ -93,6 +95,25 @@ def test_there_are_as_many_processes_as_cores_and_memory_allow(
     monkeypatch.setattr(
         ahead.subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", answer], **options)
     )
-    monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _: range(5))
+    monkeypatch.setattr(ahead, "usable_processors", lambda: 5)
     kernels = [json.dumps({"name": f"module.kernel_{n}"}) for n in range(7)]
     assert compile_ahead(kernels, TARGET, memory) == Ahead(0, 7, 0, num_processes)
+
+
+def test_a_process_that_cannot_be_started_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    popen, answer = subprocess.Popen, "for _ in open(0): print('found', flush=True)"
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[str]:
+        if next(starts) < num_failing:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        return popen([sys.executable, "-c", answer], **options)
+
+    monkeypatch.setattr(ahead.subprocess, "Popen", start)
+    monkeypatch.setattr(ahead, "usable_processors", lambda: 2)
+    kernels = [json.dumps({"name": f"module.kernel_{n}"}) for n in range(3)]
+    for num_failing, expected in ((1, Ahead(0, 3, 0, 2)), (2, Ahead(0, 0, 3, 2))):  # noqa: B007
+        starts = itertools.count()
+        assert compile_ahead(kernels, TARGET, 2 * PROCESS_BYTES) == expected
+    assert "a process that compiles kernels cannot be started: [Errno 11] Resource temporarily" in caplog.text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,6 +50,7 @@ from multilora_engine.sampling.sampler import WORK_BYTES_PER_LOGIT
 from multilora_engine.sampling.token_counts import TokenCounts
 from multilora_engine.text.tokenizer import Tokenizer
 from multilora_kernels import LoRATables, huge_pages, load_cpu_kernels
+from multilora_kernels.control_groups import usable_processors
 from multilora_kernels.interpreter import has_gpu_operators
 from multilora_wire.layout import AdapterLayout, adapter_layout
 from multilora_wire.sites import ModelSites
@@ -246,7 +246,7 @@ def _measure_graphs(model: Model, config: EngineConfig, tables: LoRATables, kv_d
 
 
 def _prepare_cpu(config: EngineConfig) -> None:
-    torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(config.num_threads or usable_processors())
     load_cpu_kernels()
     if huge_pages.are_switched_off():
         _logger.warning(

@@ -19,6 +19,7 @@ from multilora_engine.errors import ConfigError
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.models.model import kv_groups
 from multilora_engine.models.model_config import ModelConfig
+from multilora_kernels.control_groups import control_groups
 from multilora_wire.layout import AdapterLayout, adapter_pages, header_pages, whole_pages
 
 _PROC = Path("/proc")
@@ -65,19 +66,12 @@ def give_back_freed_memory() -> None:
 
 
 def _left_in_groups(proc: Path, groups: Path) -> Iterator[int]:
-    """The bytes that this process's group, and each group above it, may still take; groups without a limit are left
-    out.
-    """
-    with contextlib.suppress(OSError, StopIteration):
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-        group = groups / next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
-        for folder in [group, *group.parents]:
-            if not folder.is_relative_to(groups):
-                return
-            with contextlib.suppress(OSError, ValueError):
-                limit = int((folder / "memory.max").read_text())
-                used = int((folder / "memory.current").read_text())
-                yield limit - used + _fields(folder / "memory.stat")["inactive_file"]
+    """The bytes that each control group of this process may still take; groups without a limit are left out."""
+    for folder in control_groups(proc, groups):
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((folder / "memory.max").read_text())
+            used = int((folder / "memory.current").read_text())
+            yield limit - used + _fields(folder / "memory.stat")["inactive_file"]
 
 
 def _fields(file: Path) -> dict[str, int]:
@@ -111,8 +105,8 @@ _LEAST_DEVICE_SHARE, _LARGEST_DEVICE_SHARE = 0.05, 0.5
 class StepBytes:
     """Bytes of a GPU's memory that steps need beside weights, KV cache and adapters.
 
-    step: the largest one's work. graphs: what captured steps keep. sampling: the choice of tokens. tables: of tokens
-    and adapters, which outlive a step.
+    step: the largest one's work. graphs: what captured steps keep. sampling: the choice of tokens, or a piece of a
+    prompt's logits. tables: of tokens and adapters, which outlive a step.
     """
 
     step: int

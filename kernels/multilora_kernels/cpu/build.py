@@ -28,6 +28,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
+from multilora_kernels.control_groups import usable_processors
+
 logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "MULTILORA_KERNELS_CACHE"
@@ -115,8 +117,8 @@ def _compiler() -> list[str]:
 
 
 def _jobs() -> int:
-    """Files that are compiled at a time: MAX_JOBS, as for extensions of torch, or one a core."""
-    return int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
+    """Files that are compiled at a time: MAX_JOBS, as for extensions of torch, or one a processor."""
+    return int(os.environ.get("MAX_JOBS") or usable_processors())
 
 
 def _cache_folder() -> Path:

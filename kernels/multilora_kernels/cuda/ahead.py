@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import triton
 from triton.runtime.jit import JITFunction
 
+from multilora_kernels.control_groups import usable_processors
+
 _logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 16
@@ -73,20 +75,22 @@ def compile_ahead(
     """Have kernels compiled, and wait for it. One that fails is left to its launch, which tells why.
 
     kernels: as `noted_kernels` tells them. target: of Triton, of the device. memory: bytes of the machine's memory
-    that the processes may take; there is one process for each of this process's cores, if there is memory for so many.
+    that the processes may take; there is one process for each usable processor, if there is memory for so many.
     on_kernel: called before each kernel with how many began before, how many there are, and the name.
     """
     waiting = iter(list(enumerate(kernels)))
-    num_cores = len(os.sched_getaffinity(0))
-    num_processes = min(num_cores, MAX_PROCESSES, max(1, memory // PROCESS_BYTES), len(kernels))
+    num_processes = min(usable_processors(), MAX_PROCESSES, max(1, memory // PROCESS_BYTES), len(kernels))
 
     def work() -> list[str]:
         command = [sys.executable, "-P", "-m", __name__, json.dumps(vars(target))]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         results: list[str] = []
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
-        ) as child:
+        try:
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True)
+        except OSError as error:
+            _logger.warning("a process that compiles kernels cannot be started: %s", error)
+            return results
+        with child:
             assert child.stdin is not None
             assert child.stdout is not None
             for number, kernel in waiting:
