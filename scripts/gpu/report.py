@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -91,6 +92,9 @@ WHEELS = {
 
 TILES = REPOSITORY / "kernels" / "multilora_kernels" / "cuda" / "block_sizes.json"
 
+_MARK = "MULTILORA_REPORT_PART"
+"""The environment variable of all processes of a part, by whatever program they were started."""
+
 LOGS = "logs"
 """In a report's folder, the folder of what its parts print: whole tracebacks, of which a row has a line."""
 
@@ -127,7 +131,7 @@ def missing_tools() -> list[str]:
 
 def run_part(name: str, seconds: float, is_dry: bool, log: Path) -> PartResult:
     """Run one part, for so many seconds at most. log: the file of all that its processes print."""
-    count = min(MOST_PROCESSES, os.cpu_count() or 1) if name in SHARED_PARTS and not is_dry else 1
+    count = min(MOST_PROCESSES, len(os.sched_getaffinity(0))) if name in SHARED_PARTS and not is_dry else 1
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows"
         commands = [part_command(sys.executable, name, rows, is_dry, n, count) for n in range(count)]
@@ -153,14 +157,21 @@ def part_environment(is_dry: bool) -> dict[str, str]:
 def run_processes(
     name: str, commands: list[list[str]], environment: Mapping[str, str], seconds: float, log: Path, rows: Path
 ) -> PartResult:
-    """Run the processes of a part, for so many seconds at most, and read the rows that they have appended to a file."""
-    started = time.monotonic()
+    """Run the processes of a part, for so many seconds at most, and read the rows that they have appended to a file.
+
+    Whatever they have started ends with them: an engine has a session of its own, and one that loads or hangs does not
+    notice that it is alone.
+    """
+    started, mark = time.monotonic(), f"{_MARK}={secrets.token_hex(16)}"
+    environment = {**environment, **dict([mark.split("=")])}
     with log.open("w") as output:
         processes = [
             subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
             for command in commands
         ]
         end = _end_of(processes, seconds)
+    for _ in range(2):  # A process that starts another one at this moment is dead the second time.
+        _kill_marked(mark)
     if end == "failed":
         end = f"failed: {_last_lines(log)}"
     lines = rows.read_text().splitlines() if rows.exists() else []
@@ -181,6 +192,14 @@ def _end_of(processes: list[subprocess.Popen[bytes]], seconds: float) -> str:
                 # A part's own processes, such as pytest, are of its group.
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def _kill_marked(mark: str) -> None:
+    """SIGKILL every process with this variable in its environment."""
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdecimal() and mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
 
 
 def _last_lines(log: Path) -> str:

@@ -35,6 +35,8 @@ from checkpoints.random_llama import character_of, save_random_llama
 from checkpoints.telling_adapters import MAX_RANK, PROMPT_TOKENS, answer, packed_adapter, save_checkpoint
 from gpu.machine import Row
 from gpu.model_steps import EIGHT_BILLION, RANK, TINY
+from gpu.report import DRY_PATIENCE
+from gpu.serve import STEPS
 from gpu.served import Client, EngineCalls, Served, ask_of, client_of, engine_calls, engine_process, served
 from gpu.telling_load import CANCELLED, STREAMED, UNLOADS, UPLOADS, WHOLE, Work, judge, num_checked
 from multilora_client import Adapter, AdapterTensors
@@ -323,10 +325,12 @@ def break_engine(setting: Setting) -> Iterator[Row]:
     layout, started = checkpoint_layout(setting.telling, MAX_RANK, "float32"), time.monotonic()
     with served(setting.telling, parameters, setting.has_tritonserver) as server, asyncio.Runner() as runner:
         yield Row("ready", time.monotonic() - started, "s", note=f"by {server.by}")
-        yield from runner.run(_break_engine(server, layout, number))
+        seconds = STEPS["recovery"] * (DRY_PATIENCE if setting.is_dry else 1) - _SECONDS_OF_AN_END
+        yield from runner.run(_break_engine(server, layout, number, started + seconds))
 
 
-async def _break_engine(server: Served, layout: AdapterLayout, number: int) -> list[Row]:
+async def _break_engine(server: Served, layout: AdapterLayout, number: int, deadline: float) -> list[Row]:
+    """deadline: of the right answer, by `time.monotonic`."""
     pid, errors = server.engine_pid, Counter[str]()
     assert pid is not None, "a server that is ready has an engine"
     async with client_of(server, layout) as client:
@@ -334,19 +338,23 @@ async def _break_engine(server: Served, layout: AdapterLayout, number: int) -> l
         await _check_answer(client, number)
         os.kill(pid, signal.SIGUSR1)
         broken = time.monotonic()
-        while True:
+        is_right = False
+        while not is_right and time.monotonic() < deadline:
             try:
                 await _check_answer(client, number)
-                if server.engine_pid not in (pid, None):
-                    break
+                is_right = server.engine_pid not in (pid, None)
             except MultiloraClientError as error:
                 errors[error.code] += 1
             await asyncio.sleep(_ASK_INTERVAL_S)
-    seen = ", ".join(f"{count} {code}" for code, count in errors.items())
-    return [Row("right again after an error that sticks", time.monotonic() - broken, "s", note=f"until then {seen}")]
+    seconds, seen = time.monotonic() - broken, ", ".join(f"{count} {code}" for code, count in errors.items())
+    assert is_right, f"no other engine has answered within {seconds:.0f} s; until then {seen or 'no error'}"
+    return [Row("right again after an error that sticks", seconds, "s", note=f"until then {seen}")]
 
 
 _ASK_INTERVAL_S = 0.1
+
+_SECONDS_OF_AN_END = 15.0
+"""That the imports and the end of a step take: it fails before it is stopped, and says what its clients have seen."""
 
 
 async def _check_answer(client: Client, number: int) -> None:
@@ -356,7 +364,7 @@ async def _check_answer(client: Client, number: int) -> None:
     assert text == text_of(expected), f"adapter {number} answered {text!r}"
 
 
-STEPS: dict[str, Callable[[Setting], Iterator[Row]]] = {
+_STEPS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "prepare": prepare,
     "answers": count_wrong_answers,
     "speed": measure_speed,
@@ -366,7 +374,7 @@ STEPS: dict[str, Callable[[Setting], Iterator[Row]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("step", choices=STEPS)
+    parser.add_argument("step", choices=_STEPS)
     parser.add_argument("rows", type=Path)
     parser.add_argument("work", type=Path)
     parser.add_argument("--dry-run", action="store_true")
@@ -374,7 +382,7 @@ def main() -> None:
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     with asked.rows.open("a") as file:
-        for row in STEPS[asked.step](Setting(asked.work, asked.dry_run, not asked.no_tritonserver)):
+        for row in _STEPS[asked.step](Setting(asked.work, asked.dry_run, not asked.no_tritonserver)):
             file.write(json.dumps(dataclasses.asdict(row)) + "\n")
             file.flush()
 

@@ -16,6 +16,7 @@ from support.plain_operators import PLAIN_OPERATORS
 
 from gpu import parts, report, tuning_parts
 from gpu.machine import Row
+from multilora_engine.process.liveness import wait_for_end
 from multilora_kernels import cuda, interpreter, self_test
 from multilora_kernels.comparisons import Comparison
 from multilora_kernels.cuda import block_sizes
@@ -48,6 +49,22 @@ def test_a_part_that_fails_says_why_and_one_without_time_that_it_had_none(tmp_pa
     assert "KeyError: 'nonsense'" in report.run_part("nonsense", 60, True, tmp_path / "log").end
     assert "Traceback" in (tmp_path / "log").read_text()
     assert report.report(["limits"], tmp_path, 0, is_dry=True)["limits"].end.startswith("not started")
+
+
+@pytest.mark.parametrize(
+    ("end", "told"), [("time.sleep(60)", "stopped after 1 s"), ("pass", "done"), ("sys.exit(3)", "failed")]
+)
+def test_what_a_part_has_started_ends_with_it_in_whatever_session(tmp_path, end, told):
+    script = f"""
+import subprocess, sys, time
+child = subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=subprocess.DEVNULL)
+print(child.pid, flush=True)
+{end}
+"""
+    log, command = tmp_path / "log", [sys.executable, "-c", script]
+    found = report.run_processes("part", [command], os.environ, 1.0, log, tmp_path / "rows")
+    assert found.end.startswith(told)
+    assert wait_for_end(int(log.read_text()), 10)
 
 
 def test_parts_that_need_kernels_of_the_cpu_wait_for_them_and_say_if_they_do_not_compile(tmp_path, monkeypatch):

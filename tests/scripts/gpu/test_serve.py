@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from checkpoints.telling_adapters import BASE_TOKEN, answer
-from gpu import serve, telling_load
+from gpu import serve, serve_steps, telling_load
 from gpu.telling_load import STREAMED, UNLOADS, UPLOADS, WHOLE
 from multilora_client.errors import MultiloraClientError
 from repository import REPOSITORY
@@ -30,7 +36,7 @@ def run(output, *options: str) -> dict[str, str]:
     return {part["name"]: part["end"] for part in json.loads((output / "gpu_serve.json").read_text())["parts"]}
 
 
-OWN_STEPS = ("packages", "prepare", "answers", "speed", "recovery")
+OWN_STEPS = ("packages", "prepare", "answers", "speed")
 
 
 def check_rows(output, by: str) -> None:
@@ -46,7 +52,6 @@ def check_rows(output, by: str) -> None:
         speed
     )
     assert speed["2 at once, all different, engine in this process"]["value"] > 0
-    assert "UNAVAILABLE" in rows_of(output, "recovery")["right again after an error that sticks"]["note"]
 
 
 def test_every_step_runs_without_tritonserver(tmp_path):
@@ -61,6 +66,7 @@ def test_every_step_runs_with_tritonserver(tmp_path):
     assert ends == dict.fromkeys(serve.STEPS, "done"), (tmp_path / "gpu_serve.md").read_text()
     assert rows_of(tmp_path, "kernels_of_a_step")
     check_rows(tmp_path, "tritonserver")
+    assert "UNAVAILABLE" in rows_of(tmp_path, "recovery")["right again after an error that sticks"]["note"]
 
 
 def test_a_step_that_cannot_run_stops_no_other(tmp_path, monkeypatch):
@@ -104,3 +110,51 @@ def test_an_answer_of_an_earlier_version_is_wrong(is_right):
     assert tally.seen[UNLOADS] > 2
     assert bool(tally.wrong) != is_right
     assert not [code for code in tally.seen if code.isupper()]
+
+
+class Breaking(Telling):
+    """It answers again, after so many errors, if ever, by an engine of the same number or of another one."""
+
+    socket, grpc_url, token = Path("/"), "", ""
+
+    def __init__(self, num_errors: float, next_pid: int) -> None:
+        super().__init__(is_right=True)
+        self._errors_left, self._next_pid = num_errors, next_pid
+        self.engine_pid: int | None = 7
+
+    def kill(self, pid: int, number: signal.Signals) -> None:
+        assert (pid, number, self._versions) == (7, signal.SIGUSR1, {5: 0})
+        self.engine_pid = None
+
+    async def ask(self, *asked: Any, **options: Any) -> AsyncGenerator[str, None]:
+        if self.engine_pid is None and self._errors_left:
+            self._errors_left -= 1
+            raise MultiloraClientError("the engine is starting", code="UNAVAILABLE")
+        self.engine_pid = self.engine_pid or self._next_pid
+        async for piece in super().ask(*asked, **options):
+            yield piece
+
+
+@pytest.mark.parametrize(
+    ("num_errors", "next_pid", "end"),
+    [(3, 8, "until then 3 UNAVAILABLE"), (math.inf, 8, "until then [0-9]+ UNAVAILABLE"), (1, 7, "until then 1 UNAV")],
+)
+def test_recovery_ends_with_the_answer_of_another_engine_or_with_its_time(monkeypatch, num_errors, next_pid, end):
+    served = Breaking(num_errors, next_pid)
+
+    @asynccontextmanager
+    async def client_of(*_: object) -> AsyncIterator[Breaking]:
+        yield served
+
+    monkeypatch.setattr(serve_steps, "client_of", client_of)
+    monkeypatch.setattr(serve_steps.os, "kill", served.kill)
+    monkeypatch.setattr(serve_steps, "_ASK_INTERVAL_S", 0.001)
+    is_right = (num_errors, next_pid) == (3, 8)
+    deadline = math.inf if is_right else time.monotonic() + 0.1
+    recovery = serve_steps._break_engine(served, None, 5, deadline)
+    if is_right:
+        (row,) = asyncio.run(recovery)
+        assert row.note == end
+    else:
+        with pytest.raises(AssertionError, match=end):
+            asyncio.run(recovery)
