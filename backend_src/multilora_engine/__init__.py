@@ -14,11 +14,10 @@ batch                                      the tensors of one step
 gguf                                       a GGUF file as a checkpoint directory
 
 Files of all rooms:
-config, lora_config, device_defaults       every parameter, and the values that depend on the device
+config, lora_config                        every parameter, and the values that depend on the device
 request, engine_info                       the records that cross the engine's door
 errors, log_lines, histogram               errors of clients and operators; lines of logs; counts between bounds
-client_header                              the headers that identify a client
-free_memory, working_directory             memory given back to the system; directories written whole or not at all
+out_of_memory, working_directory           errors for want of memory; directories written whole or not at all
 sandbox, sandbox_process                   work that a client chose, in processes with limits
 shared_python                              this Python, for the stubs of Triton's Python backend
 """

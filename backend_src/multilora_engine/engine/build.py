@@ -16,7 +16,7 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.engine.memory import MemoryPlan
 from multilora_engine.errors import ConfigError
 from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, Forward, capture_decode, graph_sizes
-from multilora_engine.execution.device_probe import DeviceProbe, is_device_dead, is_out_of_memory
+from multilora_engine.execution.device_probe import DeviceProbe, is_device_dead
 from multilora_engine.execution.graph_check import GraphCheck, GraphFault
 from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.execution.piecewise_graphs import CudaPieces, Pieces, PiecewiseGraphs, piece_sizes
@@ -33,6 +33,7 @@ from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.models.loader import stored_dtype
 from multilora_engine.models.model import Model, only_group
 from multilora_engine.models.model_config import ModelConfig
+from multilora_engine.out_of_memory import is_out_of_memory
 from multilora_engine.sampling.token_counts import TokenCounts
 from multilora_kernels import HugePages, LoRATables, MemoryAhead
 from multilora_kernels.interpreter import has_gpu_operators

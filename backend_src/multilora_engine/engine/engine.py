@@ -26,7 +26,7 @@ from multilora_engine.engine.request_limits import RequestLimits
 from multilora_engine.engine.scheduler import PromptWaits, Scheduler
 from multilora_engine.engine.unpacked_weights import UnpackedWeights
 from multilora_engine.errors import AdapterNotFound, Cancelled, InternalError, InvalidRequest, RequestError
-from multilora_engine.execution.device_probe import DeviceProbe, is_out_of_memory
+from multilora_engine.execution.device_probe import DeviceProbe
 from multilora_engine.guides.guided import GuideCompiler
 from multilora_engine.lora.adapter_events import AdapterEventLog
 from multilora_engine.lora.adapter_sets import AdapterSets
@@ -37,6 +37,7 @@ from multilora_engine.lora.names import TaskId, label_of
 from multilora_engine.lora.preload import preload_adapters
 from multilora_engine.lora.remote import RemoteAdapters
 from multilora_engine.models.rope_config import AdapterRopes
+from multilora_engine.out_of_memory import is_out_of_memory
 from multilora_engine.request import GenerationRequest, TokenOutput
 from multilora_engine.sampling.sampler import Choice, SampledToken
 from multilora_engine.sequences.sequence import BlockCopy, ScheduledSequence, Sequence, SequenceStatus
@@ -448,7 +449,7 @@ def _check_traits(base: BaseModel, ropes: AdapterRopes, traits: AdapterTraits) -
 
 
 def _adapter_label(sequence: Sequence) -> str:
-    """The name of a sequence's adapter, else its task id, behind its tenant if it has one; empty for the base model."""
+    """The name of a sequence's adapter, else its task id, after its tenant if it has one; empty for the base model."""
     task_id = sequence.request.task_id
     return "" if task_id is None else label_of(task_id, sequence.request.lora_name)
 

@@ -12,9 +12,9 @@ import torch
 from multilora_engine.engine.engine_stats import WeightInfo, WeightStats
 from multilora_engine.engine.memory import available_memory
 from multilora_engine.errors import InternalError, InvalidRequest, UnpackedWeightsFull, Unsupported, WeightsBusy
-from multilora_engine.execution.device_probe import is_out_of_memory
 from multilora_engine.models.model import Model
 from multilora_engine.models.weights import WeightSwitch
+from multilora_engine.out_of_memory import is_out_of_memory
 from multilora_kernels import PackedWeight
 
 

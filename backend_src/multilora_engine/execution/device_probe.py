@@ -1,4 +1,4 @@
-"""What an error of the device means: memory that ran out, which the next step may have again, or the device's end.
+"""Whether a device is dead.
 
 After some errors of a kernel a GPU fails every later call, whatever it is for, until the process ends: in CUDA's words
 the error is sticky. It may come up in a copy that is as sound as before. So after a failure the device is asked.
@@ -7,7 +7,6 @@ the error is sticky. It may come up in a copy that is as sound as before. So aft
 from __future__ import annotations
 
 import logging
-import re
 import threading
 from dataclasses import dataclass, field
 
@@ -15,25 +14,12 @@ import torch
 
 from multilora_engine.batch import transfer
 from multilora_engine.batch.transfer import FromDevice, to_device
-
-_NO_MEMORY = re.compile(
-    r"DefaultCPUAllocator: can't allocate memory"
-    r"|(?:CUDA error|CUDA driver error|Triton Error \[CUDA\]): out of memory"
-    r"|CUBLAS_STATUS_ALLOC_FAILED"
-)
-"""In the text of a RuntimeError: of torch's allocator for a CPU, of calls of CUDA and of Triton, and of cuBLAS."""
+from multilora_engine.out_of_memory import is_out_of_memory
 
 _LIMIT_S = 10.0
 """Longer than a healthy device takes for the steps in flight, and shorter than a watchdog waits."""
 
 _logger = logging.getLogger(__name__)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, of the host or of the device."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
-    )
 
 
 def is_device_dead(device: torch.device, limit_s: float = _LIMIT_S) -> bool:

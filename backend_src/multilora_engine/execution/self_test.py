@@ -17,8 +17,8 @@ from typing import Self
 import torch
 
 from multilora_engine.config import EngineConfig
-from multilora_engine.execution.device_probe import is_out_of_memory
 from multilora_engine.models.model import Model
+from multilora_engine.out_of_memory import is_out_of_memory
 from multilora_kernels import LoRATables
 from multilora_kernels.self_test import (
     ExpertShapes,

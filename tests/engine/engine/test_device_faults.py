@@ -22,12 +22,13 @@ from multilora_engine.engine.build import _unless_it_fails
 from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import ConfigError
 from multilora_engine.execution import device_probe
-from multilora_engine.execution.device_probe import DeviceProbe, is_device_dead, is_out_of_memory
+from multilora_engine.execution.device_probe import DeviceProbe, is_device_dead
 from multilora_engine.execution.graph_check import GraphFault
 from multilora_engine.lora.device_tier import TableRows
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.free_pages import PagePool
 from multilora_engine.lora.page_copies import PageCopy
+from multilora_engine.out_of_memory import is_out_of_memory
 from multilora_engine.request import GenerationRequest, SamplingParams
 
 CPU = torch.device("cpu")

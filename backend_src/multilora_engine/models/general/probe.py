@@ -16,6 +16,7 @@ from multilora_engine.errors import ConfigError
 from multilora_engine.models.general.model import GeneralModel
 from multilora_engine.models.general.tree import EAGER, PAGED, set_attention
 from multilora_engine.models.model import Model, only_group
+from multilora_engine.out_of_memory import is_out_of_memory
 
 _LENGTHS = (23, 18)
 """Tokens of the sequences."""
@@ -42,9 +43,9 @@ def check_attention(model: Model) -> None:
     ]
     try:
         expected, actual = _by_transformers(model, tokens), _by_ours(model, tokens)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # whatever its modules raise
+        if is_out_of_memory(error):
+            raise
         raise ConfigError(
             f"{model.config.architecture} is not served: its modules do not run with linears of the engine: "
             f"{type(error).__name__}: {error}"

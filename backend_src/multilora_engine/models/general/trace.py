@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from multilora_engine.models.general.tree import MaskPattern, is_experts, pattern_of, set_attend, set_experts
+from multilora_engine.out_of_memory import is_out_of_memory
 
 NUM_TOKENS = 24
 
@@ -77,9 +78,9 @@ def trace(tree: PreTrainedModel, is_linear: Callable[[torch.nn.Module], bool], m
     recorder = _Recorder(tree, is_linear, max_length)
     try:
         recorder.run()
-    except Unserved:
-        raise
     except Exception as error:  # whatever its modules raise
+        if isinstance(error, Unserved) or is_out_of_memory(error):
+            raise
         raise Unserved(UNTRACEABLE, f"{type(error).__name__}: {error}") from error
     return recorder.result()
 

@@ -17,7 +17,7 @@ from checkpoints.tiny_decoders import tiny_decoder
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import ConfigError
-from multilora_engine.models.general import modules, trace
+from multilora_engine.models.general import modules, probe, trace
 from multilora_engine.models.general.model import GeneralModel
 from multilora_engine.models.loader import load_model
 from multilora_engine.models.registry import read_model_config
@@ -193,3 +193,35 @@ def test_config_and_weights_are_read_without_a_change_of_either(tmp_path: Path) 
     assert_same_rows(loaded(path), AutoModelForCausalLM.from_pretrained(path))
     assert json.loads((path / "config.json").read_text()) == before
     assert model.training is False
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told_as_it_is"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"),
+            True,
+        ),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    ],
+)
+def test_memory_that_runs_out_is_no_fault_of_a_model_s_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, is_told_as_it_is: bool
+) -> None:
+    _, path = saved("gpt2", tmp_path)
+    model = loaded(path)
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(model, "run_body", fail)
+    with pytest.raises(type(error) if is_told_as_it_is else ConfigError) as caught:
+        probe.check_attention(model)
+    assert (caught.value is error) == is_told_as_it_is
+    monkeypatch.setattr(trace._Recorder, "run", fail)
+    with pytest.raises(type(error) if is_told_as_it_is else trace.Unserved) as caught:
+        trace.trace(model.tree, lambda module: False, 9)
+    assert (caught.value is error) == is_told_as_it_is
