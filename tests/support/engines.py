@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,13 +85,17 @@ class LogitsRecorder:
         self.rows: dict[str, list[torch.Tensor]] = {}
         self._runner: ModelRunner = engine._runner
         self._launch = self._runner.launch
-        self._forward = self._runner._model.forward
-        self._runner._model.forward = self._record_logits  # type: ignore[method-assign]
+        # The last call of a step has the rows that are sampled.
+        model = self._runner._model
+        model.forward, model.logits = map(self._recorded, (model.forward, model.logits))  # type: ignore[method-assign]
         self._runner.launch = self._record_rows  # type: ignore[method-assign]
 
-    def _record_logits(self, *args: object) -> torch.Tensor:
-        self._logits = self._forward(*args)  # type: ignore[arg-type]
-        return self._logits
+    def _recorded(self, compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def record(*args: object, **options: object) -> torch.Tensor:
+            self._logits = compute(*args, **options)
+            return self._logits
+
+        return record
 
     def _record_rows(self, step: list[ScheduledSequence], *more: Any) -> Choice:
         choice = self._launch(step, *more)

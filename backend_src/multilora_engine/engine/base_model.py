@@ -34,6 +34,7 @@ from multilora_engine.engine.memory import (
 from multilora_engine.engine_info import CallLimits, ClientPolicy, EngineInfo, read_version
 from multilora_engine.errors import ConfigError
 from multilora_engine.execution.cuda_graphs import graph_sizes
+from multilora_engine.execution.model_runner import ROWS_AT_ONCE
 from multilora_engine.execution.piecewise_graphs import CudaPieces, piece_sizes
 from multilora_engine.execution.self_test import check_operators, faults_named, launch_operators
 from multilora_engine.execution.step_memory import graph_memory, kept_growth, peak_growth, step_memory, trial_cache
@@ -216,7 +217,7 @@ def _measure_steps(model: Model, config: EngineConfig, tables: LoRATables, kv_dt
         _measure_graphs(model, config, tables, kv_dtype, max_len)
         if may_have_graphs(config, device, model.config)
         else 0,
-        max_num_seqs * vocab_size * WORK_BYTES_PER_LOGIT,
+        max(max_num_seqs, ROWS_AT_ONCE) * vocab_size * WORK_BYTES_PER_LOGIT,
         TokenCounts.num_bytes(max_num_seqs, vocab_size) + config.lora.max_loras * table_bytes,
     )
 

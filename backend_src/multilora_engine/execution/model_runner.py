@@ -85,15 +85,12 @@ class ModelRunner:
         step before, whose tokens are pending.
         """
         batch = self.build_batch(step, before)
-        forward = partial(self._forward_scored, step) if scores_prompts(step) else self._forward
+        forward = partial(self._forward_whole_prompts, step) if reads_whole_prompts(step) else self._forward
         logits, best = forward(batch, on_layer)
         sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
-        if logits.shape[0] > len(sampled):
-            _keep_context_logits(step, logits[len(sampled) :])
-            logits = logits[: len(sampled)]
         tokens = None
         if self._counts is not None:
-            tokens = DeviceTokens(self._counts, batch.input_ids, batch.logits_indices[: len(sampled)])
+            tokens = DeviceTokens(self._counts, batch.input_ids, batch.logits_indices)
         best = None if best is None else best.first(len(sampled))
         return Choice(logits, sampled, self._model.config.end_token_ids, tokens, best)
 
@@ -108,12 +105,17 @@ class ModelRunner:
             return self._model.logits(self._pieces.run(batch, on_layer), batch.logits_indices, batch.lora), None
         return self._model.forward(batch, self._kv_cache, on_layer), None
 
-    def _forward_scored(
+    def _forward_whole_prompts(
         self, step: list[ScheduledSequence], batch: ForwardBatch, on_layer: Callable[[], None]
     ) -> tuple[torch.Tensor, None]:
         """`_forward` of a step that has to tell of prompts, too."""
         hidden_states = self._model.hidden_states(batch, self._kv_cache, on_layer)
-        score_prompts(step, lambda rows: self._model.logits(hidden_states, rows, batch.lora), self._device)
+
+        def logits_of(rows: torch.Tensor) -> torch.Tensor:
+            return self._model.logits(hidden_states, rows, batch.lora)
+
+        score_prompts(step, logits_of, self._device)
+        keep_context_logits(step, logits_of, self._device)
         return self._model.logits(hidden_states, batch.logits_indices, batch.lora), None
 
     @torch.inference_mode()
@@ -270,22 +272,33 @@ def _pending(step: list[ScheduledSequence], before: Choice | None) -> NDArray[np
 
 
 def _logits_indices(step: list[ScheduledSequence], ends: list[int]) -> NDArray[np.int64]:
-    """The last row of each sequence that is sampled, then the rows of the prompts whose logits are wanted.
+    """The last row of each sequence that is sampled. ends: for each sequence the row after its last one."""
+    return np.array([end - 1 for scheduled, end in zip(step, ends, strict=True) if scheduled.is_sampled], np.int64)
 
-    ends: for each sequence the row after its last one.
+
+ROWS_AT_ONCE = 64
+"""The rows of a prompt's logits that exist at once: more would take memory, and fewer would read the head's weights
+more often.
+"""
+
+
+def reads_whole_prompts(step: list[ScheduledSequence]) -> bool:
+    """Whether the logits or log-probs of any prompt's tokens follow from this step."""
+    return any(scheduled.context_positions or scheduled.scored_positions for scheduled in step)
+
+
+def keep_context_logits(
+    step: list[ScheduledSequence], logits_of: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+) -> None:
+    """Append the logits of the step's `context_positions` to the reports of its sequences. Waits for the device.
+
+    logits_of: float32 [n, vocab] of rows of the step's batch, int64 [n] on the device.
     """
-    sampled = [end - 1 for scheduled, end in zip(step, ends, strict=True) if scheduled.is_sampled]
-    context = [
-        end - scheduled.num_tokens + position - scheduled.start
-        for scheduled, end in zip(step, ends, strict=True)
-        for position in scheduled.context_positions
-    ]
-    return np.array(sampled + context, np.int64)
-
-
-def _keep_context_logits(step: list[ScheduledSequence], logits: torch.Tensor) -> None:
-    """logits: the rows of all `context_positions` of a step."""
-    rows, end = logits.cpu().numpy(), 0
+    wanted = _rows_of(step, [scheduled.context_positions for scheduled in step])
+    if not wanted:
+        return
+    pieces = to_device(torch.tensor(wanted), device).split(ROWS_AT_ONCE)
+    rows, end = np.concatenate([logits_of(piece).cpu().numpy() for piece in pieces]), 0
     for scheduled in step:
         if num_rows := len(scheduled.context_positions):
             start, end = end, end + num_rows
@@ -316,13 +329,13 @@ def _block_tables(rows: list[BlockTable]) -> NDArray[np.int64]:
     return tables
 
 
-_ROWS_AT_ONCE = 64
-"""The rows of logits of one product: more would take memory, fewer would read the head's weights more often."""
-
-
-def scores_prompts(step: list[ScheduledSequence]) -> bool:
-    """Whether the log-probs of any prompt's tokens follow from this step."""
-    return any(scheduled.scored_positions for scheduled in step)
+def _rows_of(step: list[ScheduledSequence], positions: list[range]) -> list[int]:
+    """The rows of a step's batch that some positions of each of its sequences have."""
+    rows, end = [], 0
+    for scheduled, wanted in zip(step, positions, strict=True):
+        rows += [end + position - scheduled.start for position in wanted]
+        end += scheduled.num_tokens
+    return rows
 
 
 def score_prompts(
@@ -332,12 +345,13 @@ def score_prompts(
 
     logits_of: float32 [n, vocab] of rows of the step's batch, int64 [n] on the device.
     """
-    scored = _scored(step)
+    if not (scored := _scored(step)):
+        return
     num_top = max(log_probs.num_top for _, log_probs, _ in scored)
     numbers = to_device(_rows_and_next_tokens(step), device)
     pieces = [
         _log_probs(logits_of(rows), token_ids, num_top)
-        for rows, token_ids in zip(*(column.split(_ROWS_AT_ONCE) for column in numbers), strict=True)
+        for rows, token_ids in zip(*(column.split(ROWS_AT_ONCE) for column in numbers), strict=True)
     ]
     _keep(scored, *(torch.cat(column).cpu().numpy() for column in zip(*pieces, strict=True)))
 
@@ -353,13 +367,11 @@ def _scored(step: list[ScheduledSequence]) -> list[tuple[Sequence, PromptLogProb
 
 def _rows_and_next_tokens(step: list[ScheduledSequence]) -> torch.Tensor:
     """int64 [2, n]: the row of each scored position in the step's batch, and the token after it."""
-    rows, token_ids, end = [], [], 0
-    for scheduled in step:
-        positions = scheduled.scored_positions
-        rows += [end + position - scheduled.start for position in positions]
+    scored = [scheduled.scored_positions for scheduled in step]
+    token_ids: list[int] = []
+    for scheduled, positions in zip(step, scored, strict=True):
         token_ids += scheduled.sequence.request.prompt_token_ids[positions.start + 1 : positions.stop + 1]
-        end += scheduled.num_tokens
-    return torch.tensor([rows, token_ids])
+    return torch.tensor([_rows_of(step, scored), token_ids])
 
 
 def _log_probs(

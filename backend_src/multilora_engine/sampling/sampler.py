@@ -20,7 +20,8 @@ from multilora_kernels import SamplingRule, most_probable, rule_parameters, samp
 
 WORK_BYTES_PER_LOGIT = 24
 """Memory that the choices of a step take at the most, beside the step's own logits; those of the step before, which its
-choice holds in asynchronous steps, are among it. A test measures it."""
+choice holds in asynchronous steps, are among it. The logits and log-probs of a prompt take half as much. Tests measure
+both."""
 
 _MIN_BEAM_TEMPERATURE = torch.finfo(torch.float32).tiny
 """The smallest normal float32: nothing rounds it to zero."""

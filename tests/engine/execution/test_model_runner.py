@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from support.engines import Answer, assert_idle, poison_claimed_blocks, run_all
 from support.oracle import ATTENTION, MLP, Oracle, packed
+from support.tensor_memory import peak_bytes
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from multilora_engine.batch.forward_batch import ForwardBatch
@@ -21,7 +22,7 @@ from multilora_engine.execution import model_runner
 from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.models.decoder import Decoder
 from multilora_engine.request import GenerationRequest, SamplingParams
-from multilora_engine.sampling.sampler import Best
+from multilora_engine.sampling.sampler import WORK_BYTES_PER_LOGIT, Best
 from multilora_engine.sequences.prompt_log_probs import row_type
 
 TOLERANCE = 1e-3
@@ -195,9 +196,11 @@ def test_an_abort_in_the_midst_of_a_prompt_tells_nothing_of_it(oracle: Oracle, d
     assert_idle(engine)
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
 def test_the_logits_of_many_tokens_never_exist_at_once(
-    oracle: Oracle, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    oracle: Oracle, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch, is_kept: bool
 ) -> None:
+    """Whether they are scored, or the client gets them."""
     num_rows: list[int] = []
     logits = Decoder.logits
 
@@ -208,9 +211,20 @@ def test_the_logits_of_many_tokens_never_exist_at_once(
     monkeypatch.setattr(Decoder, "logits", counted)
     engine = make_engine(oracle, default_model_dir, max_num_batched_tokens=512)
     requests = [scoring(f"r{i}", prompt_of(129, seed=i), None, 1, max_tokens=0) for i in range(3)]
+    if is_kept:
+        sampling = SamplingParams(max_tokens=0, return_context_logits=True)
+        requests = [msgspec.structs.replace(request, sampling=sampling) for request in requests]
     run_all(engine, requests)
-    assert sum(num_rows) == 3 * 129
-    assert max(num_rows) <= model_runner._ROWS_AT_ONCE
+    assert sum(num_rows) == 3 * (129 + is_kept)
+    assert max(num_rows) <= model_runner.ROWS_AT_ONCE
+
+
+def test_the_log_probs_of_a_piece_take_half_of_what_is_kept_free_for_choices() -> None:
+    """The other half may be that of the choice before, in asynchronous steps."""
+    logits = torch.randn(model_runner.ROWS_AT_ONCE, 4096, generator=torch.Generator().manual_seed(1))
+    token_ids = torch.arange(len(logits))
+    peak = peak_bytes(lambda: model_runner._log_probs(logits, token_ids, 20)) + logits.nbytes
+    assert 0.5 * WORK_BYTES_PER_LOGIT / 2 < peak / logits.numel() <= WORK_BYTES_PER_LOGIT / 2
 
 
 class RecordingGraphs:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import accumulate
+from collections.abc import Iterable
 from random import Random
 from types import SimpleNamespace
 from typing import cast
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.gpu_path import make_device
-from torch.profiler import ProfilerActivity, profile
+from support.tensor_memory import peak_bytes
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     TemperatureLogitsWarper,
@@ -115,7 +114,7 @@ def test_both_ways_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("way")
-def test_a_draw_never_falls_behind_the_last_token_that_is_left() -> None:
+def test_a_draw_never_falls_after_the_last_token_that_is_left() -> None:
     """A uniform number that rounds to 1 in float32."""
     scores = torch.tensor([[0.0, 0.0, -torch.inf, 0.0, -torch.inf]])
 
@@ -256,14 +255,5 @@ def test_a_choice_takes_no_more_memory_than_is_kept_free_for_it(
         if is_search:
             choice.read()
 
-    peak = _peak_bytes(choose_and_read) + scores.nbytes
+    peak = peak_bytes(choose_and_read) + scores.nbytes
     assert 0.75 * WORK_BYTES_PER_LOGIT < peak / scores.numel() < WORK_BYTES_PER_LOGIT
-
-
-def _peak_bytes(work: Callable[[], None]) -> int:
-    """The growth of memory for tensors at the most."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        work()
-    assert profiled.profiler is not None
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
