@@ -326,13 +326,25 @@ _CPU_BLOCK_SIZE, _GPU_BLOCK_SIZE = 16, 64
 
 LEAST_HOST_TIER_BYTES = 1 << 30
 
+_GPU_PARAMETERS = ("gpu_memory_utilization", "lora_cache_gpu_memory_fraction")
+"""Shares of a GPU's memory."""
+
+
+def idle_parameters(config: EngineConfig) -> list[str]:
+    """The parameters, as they are written, that are of a GPU alone, where the CPU serves."""
+    values, defaults = dict([*config, *config.lora]), parameter_descriptions()
+    return [f"{name}={values[name]:g}" for name in _GPU_PARAMETERS if values[name] != defaults[name][0]]
+
 
 def on_device(config: EngineConfig, device: str) -> EngineConfig:
     """The configuration with the device's numbers in place of 0, and the device's choices in place of `auto`.
 
     A GPU's `enable_cuda_graphs` stays `auto` until the graphs have been tried. device: "cpu", "cuda" or "cuda:0".
+    Raises ConfigError for CUDA graphs that are demanded of a CPU.
     """
     is_gpu = device.startswith("cuda")
+    if config.enable_cuda_graphs is True and not is_gpu:
+        raise ConfigError("parameter enable_cuda_graphs=true: the CPU serves, and has no graphs; write auto or false")
     num_tokens = config.max_num_batched_tokens or max(
         config.max_num_seqs, _GPU_STEP_TOKENS if is_gpu else CPU_STEP_TOKENS
     )

@@ -103,6 +103,8 @@ def quantize(
         from multilora_engine.errors import ConfigError
         from multilora_engine.quantize import SAMPLE_TEXT, OuterOptions, Scheme, quantize_checkpoint
 
+        if device == "cuda" and not torch.cuda.is_available():
+            raise InvalidRequest("--device cuda: torch finds no GPU; leave the option out, or write cpu")
         disable_progress_bar()  # There is a bar for each stage already.
         with _progress() as on_progress:
             try:

@@ -56,6 +56,15 @@ def test_a_refusal_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_gpu_that_is_not_there_is_refused_by_name(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = run(checkpoint, "--scheme", "w4a16", "--output", tmp_path / "out", "--device", "cuda")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "--device cuda: torch finds no GPU; leave the option out, or write cpu" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("factor", "number"),
     [(1.0, r"\d+\.\d{3}"), (10.0, r"\d\.\d+e\+\d+"), (1e6, "inf")],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from multilora_engine.config import EngineConfig, on_device, parameter_descriptions
+from multilora_engine.config import EngineConfig, idle_parameters, on_device, parameter_descriptions
 from multilora_engine.errors import ConfigError
 
 
@@ -163,6 +163,27 @@ def test_graphs_and_asynchronous_steps_are_a_gpus_unless_they_are_written(
     config = EngineConfig.model_validate({"model_path": tmp_path, **written})
     resolved = on_device(config, device)
     assert (resolved.enable_cuda_graphs, resolved.enable_async_scheduling) == expected
+
+
+@pytest.mark.parametrize("written", [True, "auto", False])
+def test_cuda_graphs_cannot_be_demanded_of_a_cpu(tmp_path: Path, written: object) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    config = EngineConfig.model_validate({"model_path": tmp_path, "enable_cuda_graphs": written})
+    if written is True:
+        with pytest.raises(ConfigError, match="enable_cuda_graphs=true: the CPU serves"):
+            on_device(config, "cpu")
+    else:
+        assert on_device(config, "cpu").enable_cuda_graphs is False
+
+
+def test_shares_of_a_gpu_s_memory_that_are_written_for_a_cpu_are_told(checkpoint: str) -> None:
+    written = {"gpu_memory_utilization": "0.8", "lora_cache_gpu_memory_fraction": "0.25", "num_threads": "2"}
+    for parameters, told in (
+        (written, ["gpu_memory_utilization=0.8", "lora_cache_gpu_memory_fraction=0.25"]),
+        ({"gpu_memory_utilization": "0.90", "lora_cache_gpu_memory_fraction": "0"}, []),
+    ):
+        config = EngineConfig.from_parameters({"model_path": checkpoint, **parameters}, environ={})
+        assert idle_parameters(config) == told
 
 
 @pytest.mark.parametrize("text", ["attn_q,moe_gate", " attn_q, moe_gate ", "attn_q moe_gate"])

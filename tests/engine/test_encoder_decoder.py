@@ -20,9 +20,11 @@ from support.engines import Answer, LogitsRecorder, poison_claimed_blocks, run_a
 from support.oracle import Oracle, packed
 
 from multilora_engine.config import EngineConfig
+from multilora_engine.engine import base_model
 from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import ConfigError, InvalidRequest, RequestError
 from multilora_engine.lora.layout import AdapterTraits
+from multilora_engine.models.registry import read_model_config
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
 from multilora_engine.sequences.prompt_log_probs import row_type
 
@@ -410,8 +412,11 @@ def test_no_sequence_is_longer_than_a_table_of_positions(family: Family, default
 
 
 def test_cuda_graphs_are_refused_by_name(family: Family, default_model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="enable_cuda_graphs=true: the steps of a model with an encoder are not"):
+    with pytest.raises(ConfigError, match="enable_cuda_graphs=true: the CPU serves"):
         family.engine(default_model_dir, enable_cuda_graphs=True)
+    config = EngineConfig(model_path=family.checkpoint, enable_cuda_graphs=True)
+    with pytest.raises(ConfigError, match="enable_cuda_graphs=true: the steps of a model with an encoder are not"):
+        base_model._check_graphs(config, read_model_config(family.checkpoint))
 
 
 def test_the_plan_tells_what_a_source_takes(

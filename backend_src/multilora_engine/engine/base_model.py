@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from multilora_engine.config import EngineConfig
+from multilora_engine.config import EngineConfig, idle_parameters
 from multilora_engine.engine.build import (
     capture_graphs,
     capture_pieces,
@@ -85,6 +85,8 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     tell_of_no_gpu(config, device)
     wait_for_config = begin_model_config(config.model_path, config.model_implementation)
     if device.type == "cpu":
+        if idle := idle_parameters(config):
+            _logger.warning("%s: of a GPU's memory, and the CPU serves: without effect", " and ".join(idle))
         _prepare_cpu(config)
     else:
         # A restart comes before the driver has taken back what the dead process had.
