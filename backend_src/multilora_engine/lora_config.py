@@ -116,7 +116,10 @@ class LoRAConfig(BaseModel):
     ] = ByteSize(16 << 30)
     lora_prefetch_dir: Annotated[
         Path | None,
-        Field(description="Adapters to load at start: folders named by task id, with upstream's two `.npy` files."),
+        Field(
+            description="Adapters to load at start: folders named by task id, with the two `.npy` files of upstream's "
+            "converter."
+        ),
     ] = None
     lora_sources: Annotated[
         list[SourceSpec],

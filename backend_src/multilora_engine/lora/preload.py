@@ -1,13 +1,17 @@
 """Adapters that are there from the start: `lora_prefetch_dir`, as TensorRT-LLM's Triton backend defines it.
 
-One folder for each adapter, named after its task id in digits; its files are those of `multilora_wire.converted_files`.
+One folder for each adapter, named after its task id in digits; its files are those of `multilora_wire.converted_files`,
+and of its use. Other files, such as PEFT's, are named in the log.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import re
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +26,11 @@ from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import AdapterTraits, PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
 from multilora_wire.adapter_origin import WrongBaseModel
+from multilora_wire.adapter_use import TEMPLATE_FOLDER, USE_FILES
 from multilora_wire.converted_files import (
     CONFIG_FILE,
+    OLD_CONFIG_FILE,
+    ORIGIN_FILE,
     STORED_BFLOAT16,
     WEIGHTS_FILE,
     BrokenFiles,
@@ -50,7 +57,7 @@ def preload_adapters(directory: Path, loras: LoRAManager, layout: AdapterLayout,
         folders = list(_numbered_folders(directory))
     except OSError as error:
         raise ConfigError(f"lora_prefetch_dir: {error}; write a directory that the server may read") from error
-    num_loaded = 0
+    num_loaded, unread = 0, Counter[str]()
     for index, (lora_task_id, folder) in enumerate(folders, start=1):
         try:
             packed = _read(folder, directory, layout, uses)
@@ -66,11 +73,19 @@ def preload_adapters(directory: Path, loras: LoRAManager, layout: AdapterLayout,
             loras.put(lora_task_id, packed, origin="downloaded")
             loras.settle()
             num_loaded += 1
+            with suppress(OSError):  # a folder that may be read and not listed
+                unread.update(set(os.listdir(folder)) - _READ)
         except (BrokenFiles, WrongBaseModel, InvalidRequest, AdapterConflict, AdapterCacheFull) as error:
             _logger.error("lora_prefetch_dir: %s is skipped: %s", folder.name, error)
         if index % max(1, len(folders) // _NUM_REPORTS) == 0:
             _logger.info("lora_prefetch_dir: %d of %d folders read", index, len(folders))
     _logger.info("lora_prefetch_dir: %d adapters loaded from %s", num_loaded, directory)
+    if unread:
+        names = ", ".join(f"{name} (in {count})" for name, count in unread.most_common(_NUM_REPORTS))
+        _logger.warning("lora_prefetch_dir: only the two .npy files of an adapter are read, and not %s", names)
+
+
+_READ = {WEIGHTS_FILE, CONFIG_FILE, OLD_CONFIG_FILE, ORIGIN_FILE, TEMPLATE_FOLDER, *USE_FILES}
 
 
 def _read(folder: Path, root: Path, layout: AdapterLayout, uses: UseReader | None) -> PackedAdapter:

@@ -74,6 +74,19 @@ def test_the_origin_that_our_converter_writes_beside_the_pair_is_read(tmp_path: 
     assert manager.inventory.info(7).digest == digest(wire)
 
 
+def test_files_of_other_kinds_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, reader: UseReader) -> None:
+    for task in (3, 4, 5):
+        write_folder(tmp_path / str(task), seed=task)
+        (tmp_path / str(task) / "adapter_model.safetensors").touch()
+    (tmp_path / "5" / "README.md").touch()
+    write_folder(tmp_path / "6")
+    write_use(tmp_path / "6")
+    _origin(tmp_path / "6")
+    preload_adapters(tmp_path, build_manager(), TINY, reader)
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.endswith("are read, and not adapter_model.safetensors (in 3), README.md (in 1)")
+
+
 def test_old_artefacts_are_read(tmp_path: Path) -> None:
     wire = write_folder(tmp_path / "7")
     np.save(tmp_path / "7" / "model.lora_weights.npy", wire.weights.numpy())
