@@ -3,7 +3,7 @@
 // counts the values: shapes of 2^33 and of 2^62 values end it.
 
 const MAX_DEPTH = 16;
-const MAX_VALUES = 536870912; // of a tensor behind the JSON: 1 GiB of FP16
+const MAX_VALUES = 536870912; // of a tensor after the JSON: 1 GiB of FP16
 
 const STRING = '"(?>[^"\\\\]++|\\\\[\\s\\S])*+"';
 const OTHER = '[^"\\[\\]{}]++';

@@ -35,7 +35,7 @@ double sum_after(int64_t rounds, const Multiply& multiply) {
   return sum;
 }
 
-// The sum of floats, line by line, behind each a chain of multiplications that the next line's chain waits for.
+// The sum of floats, line by line, after each a chain of multiplications that the next line's chain waits for.
 template <int Multiplications>
 double load_in_time(const float* values, int64_t count) {
   Floats sums = {};

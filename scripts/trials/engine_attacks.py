@@ -349,9 +349,9 @@ def hostile_guide(number: int) -> tuple[str, str]:
     return makers[number % len(makers)](number // len(makers))
 
 
-def _rules(defines: str, start: str, number: int, behind: str) -> str:
+def _rules(defines: str, start: str, number: int, end: str) -> str:
     """A chain of so many rules."""
-    rules = "\n".join(f"a{i}{defines}a{i + 1}{behind}" for i in range(number))
+    rules = "\n".join(f"a{i}{defines}a{i + 1}{end}" for i in range(number))
     return f'{start}{defines}a0\n{rules}\na{number}{defines}"x"\nb{defines}"y"'
 
 

@@ -26,7 +26,7 @@
 #define SECOND_NS INT64_C(1000000000)
 #define LOOK_NS (10 * SECOND_NS / 1000)
 
-// The next definition of a function behind this library's own: the C library's.
+// The next definition of a function after this library's own: the C library's.
 #define REAL(name)                                                                     \
   ({                                                                                   \
     static _Atomic(__typeof__(&name)) found;                                           \

@@ -89,7 +89,7 @@ class ModelFacts:
 
 
 def tensor(name: str, values: Any, datatype: str) -> WireTensor:
-    """A tensor of values as nested lists or an array, behind a batch dimension of 1."""
+    """A tensor of values as nested lists or an array, after a batch dimension of 1."""
     array = np.asarray(values, triton_to_np_dtype(datatype))[np.newaxis]
     data = serialize_byte_tensor(array).item() if datatype == "BYTES" else array.tobytes()
     return WireTensor(name, datatype, list(array.shape), data)

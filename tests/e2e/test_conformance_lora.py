@@ -289,13 +289,13 @@ def test_a_narrow_row(url: str, one_row: Tensors) -> None:
 
 @row("LoRA errors", "what upstream lets through: NaN, a row given twice, values after the declared rank")
 def test_what_upstream_does_not_check(url: str, one_row: Tensors) -> None:
-    nan, behind = one_row["lora_weights"].copy(), one_row["lora_weights"].copy()
+    nan, after = one_row["lora_weights"].copy(), one_row["lora_weights"].copy()
     nan[0, 0, 7] = np.nan
-    behind[0, 0, -1] = 1
+    after[0, 0, -1] = 1
     refused(url, {**one_row, "lora_weights": nan}, "INVALID_ARGUMENT", "holds nan at position 7")
     refused(
         url,
-        {**one_row, "lora_weights": behind, "lora_config": config(1, 0, 1)},
+        {**one_row, "lora_weights": after, "lora_config": config(1, 0, 1)},
         "INVALID_ARGUMENT",
         "declared rank or module is wrong",
     )

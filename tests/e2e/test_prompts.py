@@ -37,7 +37,7 @@ def url_of(server: ServerProcess, scheme: str) -> str:
 
 @pytest.fixture(scope="module")
 def log_probs(default_model_dir: Path) -> Callable[[list[int], bool], torch.Tensor]:
-    """The log-probs behind each of some tokens, [tokens, vocab], by transformers, with the sample adapter or not."""
+    """The log-probs after each of some tokens, [tokens, vocab], by transformers, with the sample adapter or not."""
     base = AutoModelForCausalLM.from_pretrained(default_model_dir, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, str(PIRATE)).eval().to(torch.float32)
 

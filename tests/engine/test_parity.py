@@ -71,7 +71,7 @@ from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_kernels import cpu
 
 LOGITS_TOLERANCE = 3e-3
-"""Of logits of 30. Both sides are float32: behind the strongest of the random adapters ours are 9e-4 from float64, and
+"""Of logits of 30. Both sides are float32: after the strongest of the random adapters ours are 9e-4 from float64, and
 PEFT's 1.2e-3."""
 SAMPLES = Path(__file__).parents[2] / "adapters"
 SOFT = TINY | {"pad_token_id": 0, "query_pre_attn_scalar": 10, "tie_word_embeddings": False}

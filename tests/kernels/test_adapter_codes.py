@@ -32,8 +32,8 @@ def random_adapter(rank: int, in_features: int, out_features: int) -> tuple[torc
 
 
 def stored_and_back(a: torch.Tensor, b: torch.Tensor, arena: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    behind = torch.full((9,), 255, dtype=torch.uint8)
-    stored_a, stored_b = torch.cat((quantize_a(a, arena), behind)), torch.cat((quantize_b(b, arena), behind))
+    after = torch.full((9,), 255, dtype=torch.uint8)
+    stored_a, stored_b = torch.cat((quantize_a(a, arena), after)), torch.cat((quantize_b(b, arena), after))
     return dequantize_a(stored_a, *a.shape, arena), dequantize_b(stored_b, *b.shape, arena)
 
 
@@ -81,7 +81,7 @@ def test_no_value_is_further_off_than_half_a_step_or_than_where_codes_end(arena:
     a, _ = random_adapter(16, 300, 1)
     error, largest = (dequantize_a(quantize_a(a, arena), 16, 300, arena) - a).abs(), a.abs().amax(dim=1, keepdim=True)
     most = {torch.int8: 0.51 * largest / 127, torch.uint8: 1.5 * largest / 8}
-    # Half a step of a number with three bits behind the first one, or of those below the normal ones.
+    # Half a step of a number with three bits after the first one, or of those below the normal ones.
     most[FP8] = torch.maximum(a.abs() / 16, largest / 448 / 1024) * (1 + 1e-6)
     assert bool((error <= most[arena]).all())
 

@@ -90,10 +90,10 @@ def test_no_standard_header_is_compiled_for_an_instruction_set():
     sources = [path for path in build._FOLDER.glob("*.cpp") if "\nMULTILORA_TARGET(" in path.read_text()]
     assert sources
     for path in sources:
-        before, behind = path.read_text().split("\nMULTILORA_TARGET(", 1)
+        before, after = path.read_text().split("\nMULTILORA_TARGET(", 1)
         own: set[str] = set()
         standard = _standard_headers(before, own)
-        assert _standard_headers(behind, own) <= standard, path.name
+        assert _standard_headers(after, own) <= standard, path.name
 
 
 def _standard_headers(text: str, own: set[str]) -> set[str]:

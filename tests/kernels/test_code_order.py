@@ -36,7 +36,7 @@ def test_a_thread_finds_its_inputs_side_by_side(tile, bits):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_the_order_of_the_inputs_comes_back_with_zeros_behind_it(bits):
+def test_the_order_of_the_inputs_comes_back_with_zeros_after_it(bits):
     codes = torch.randint(1, 256, (5, 150), dtype=torch.uint8)
     restored = in_order(in_tiles(codes, 64, bits), 64, bits)
     assert torch.equal(restored, torch.nn.functional.pad(codes, (0, 42)))

@@ -144,7 +144,7 @@ def test_penalties_by_counts_on_the_device_are_those_of_the_reference_bit_for_bi
     assert wide[:, vocab:].isnan().all()
 
 
-def test_tokens_are_forbidden_always_or_behind_a_last_token_alone():
+def test_tokens_are_forbidden_always_or_after_a_last_token_alone():
     logits, last_token_ids = torch.zeros(3, 300), torch.tensor([7, 8, 9])
     bans = torch.tensor(
         [(0, 5, -1), (0, 6, 8), (1, 6, 8), (1, 6, 7), (2, 299, 9), (2, 299, 9), (2, 1, 7)]

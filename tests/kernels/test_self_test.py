@@ -157,7 +157,7 @@ def _others_too(keys, slots):
 
 
 def _forgets_padding(right):
-    """Rows behind those of the step stay as an earlier step left them."""
+    """Rows after those of the step stay as an earlier step left them."""
     return lambda graph, step, size, *others: right(graph, step, len(step.input_ids), *others)
 
 

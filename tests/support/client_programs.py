@@ -111,7 +111,7 @@ def _row(
     detail: str = "",
     **more: Any,
 ) -> ClientProgram:
-    """arguments: as a shell would split them. detail: behind the program's name. more: further fields."""
+    """arguments: as a shell would split them. detail: after the program's name. more: further fields."""
     return ClientProgram(
         program=f"{path.rpartition('/')[2]} {detail}".strip(),
         version=version,

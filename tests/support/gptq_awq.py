@@ -59,7 +59,7 @@ def quantized(
 
 
 def gptq_tensors(codes: Codes, version: int = 1) -> dict[str, torch.Tensor]:
-    """By the names behind a linear's. Version 1 stores zeros less one, modulo 2 ** bits."""
+    """By the names after a linear's. Version 1 stores zeros less one, modulo 2 ** bits."""
     zeros = (codes.zeros - (2 - version)) % 2**codes.bits
     return {
         "qweight": words(codes.codes.T, codes.bits).T.contiguous(),
@@ -70,7 +70,7 @@ def gptq_tensors(codes: Codes, version: int = 1) -> dict[str, torch.Tensor]:
 
 
 def awq_tensors(codes: Codes) -> dict[str, torch.Tensor]:
-    """By the names behind a linear's; the outputs must be a multiple of 8."""
+    """By the names after a linear's; the outputs must be a multiple of 8."""
     return {
         "qweight": words(_interleaved(codes.codes), 4),
         "qzeros": words(_interleaved(codes.zeros), 4),
@@ -79,7 +79,7 @@ def awq_tensors(codes: Codes) -> dict[str, torch.Tensor]:
 
 
 def fp8_tensors(weight: torch.Tensor, block: list[int] | None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """As fine-grained FP8 stores a weight [out, in], by the names behind a linear's; and the weight as floats.
+    """As fine-grained FP8 stores a weight [out, in], by the names after a linear's; and the weight as floats.
 
     block: outputs and inputs that share a scale; None: all of the weight.
     """

@@ -11,7 +11,7 @@ Manifest = dict[str, Any]
 
 
 def patched(document: Manifest, overlay: Manifest) -> Manifest:
-    """The manifest behind the patches of an overlay that are for it. A path that leads nowhere raises LookupError."""
+    """The manifest after the patches of an overlay that are for it. A path that leads nowhere raises LookupError."""
     result = copy.deepcopy(document)
     for patch in overlay["patches"]:
         if patch["target"] == {"kind": document["kind"], "name": document["metadata"]["name"]}:

@@ -111,7 +111,7 @@ def reference_order(tables: LoRATables, out_features: torch.Tensor) -> LoRATable
 
 
 class _ArenaBuilder:
-    """Appends random weights, of variance 1 / fan-in, behind gaps; returns their offsets."""
+    """Appends random weights, of variance 1 / fan-in, after gaps; returns their offsets."""
 
     def __init__(self, dtype: torch.dtype, generator: torch.Generator) -> None:
         self._pieces: list[torch.Tensor] = []

@@ -149,7 +149,7 @@ def test_a_wire_module_names_its_sites_in_the_order_of_upstreams_rows(module_id:
     assert [GATED.site_at[part.column].name for part in module.parts] == [f"layers.1.{path}" for path in expected]
 
 
-def test_parts_cover_the_rows_of_a_module_one_behind_another() -> None:
+def test_parts_cover_the_rows_of_a_module_one_after_another() -> None:
     assert GATED.module_at[1, 0].parts == (SitePart(7, 0), SitePart(8, 48), SitePart(9, 64))
     assert GATED.module_at[1, 0].out_size == 80
 

@@ -152,7 +152,7 @@ class RequestLimits:
             )
 
     def max_output_tokens(self, request: GenerationRequest) -> int:
-        """The number of tokens that the request asks for, or that there is room for behind its prompt."""
+        """The number of tokens that the request asks for, or that there is room for after its prompt."""
         return min(request.sampling.max_tokens, self.max_model_len - len(request.prompt_token_ids))
 
 

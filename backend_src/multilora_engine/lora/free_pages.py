@@ -189,7 +189,7 @@ def _take_runs(lengths: list[int], runs: Sequence[int]) -> bool:
 
 
 def _extents(pages: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Maximal runs of consecutive pages, as (first, behind the last)."""
+    """Maximal runs of consecutive pages, as (first, after the last)."""
     if not pages:
         return
     ordered = sorted(pages)

@@ -78,7 +78,7 @@ class BadWords:
         prefixes = self._prefixes.words(state)
         return np.concatenate([self._always, *(self._last_tokens[tuple(prefix)] for prefix in prefixes)])
 
-    def completions_behind(self, state: int) -> Bans:
+    def completions_after(self, state: int) -> Bans:
         """`completions` after one more token, for every token that it may be."""
         always = np.stack([self._always, np.full_like(self._always, ANY_TOKEN)])
         return np.concatenate([always, *map(self._bans_of, self._prefixes.suffixes(state))], axis=1)
@@ -131,7 +131,7 @@ class TokenHistory:
     def bans(self, is_token_pending: bool) -> Bans:
         """The bans of the next token. is_token_pending: whether a token comes first that only the device knows."""
         if is_token_pending:
-            return self._bad_words.completions_behind(self._bad_state)
+            return self._bad_words.completions_after(self._bad_state)
         forbidden = self.forbidden()
         return np.stack([forbidden, np.full_like(forbidden, ANY_TOKEN)])
 

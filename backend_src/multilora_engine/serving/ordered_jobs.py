@@ -30,12 +30,12 @@ _NICENESS = 10
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """owner: whose turn it takes. num_behind: the number of its keys for which an earlier job has not ended."""
+    """owner: whose turn it takes. num_awaited: the number of its keys for which an earlier job has not ended."""
 
     keys: Collection[Hashable]
     work: Callable[[], None]
     owner: str
-    num_behind: int = 0
+    num_awaited: int = 0
 
 
 class OrderedJobs:
@@ -76,10 +76,10 @@ class OrderedJobs:
 
     def _enqueue(self, job: _Job) -> None:
         for key in job.keys:
-            job.num_behind += key in self._queues
+            job.num_awaited += key in self._queues
             self._queues[key].append(job)
         self._num_left += 1
-        if not job.num_behind:
+        if not job.num_awaited:
             self._begin(job)
 
     def _begin(self, job: _Job) -> None:
@@ -118,8 +118,8 @@ class OrderedJobs:
         if not queue:
             del self._queues[key]
             return
-        queue[0].num_behind -= 1
-        if not queue[0].num_behind:
+        queue[0].num_awaited -= 1
+        if not queue[0].num_awaited:
             self._begin(queue[0])
 
 

@@ -42,7 +42,7 @@ def test_an_open_loop_never_waits_for_answers(run_virtual: RunVirtual, slow_tran
 def test_a_wait_in_the_server_counts_from_the_moment_a_request_was_due(
     run_virtual: RunVirtual, slow_transport: Any
 ) -> None:
-    """No coordinated omission: each of the requests behind a slow one tells of its own wait."""
+    """No coordinated omission: each of the requests after a slow one tells of its own wait."""
     transport = slow_transport(first_s=10.0, gap_s=0.0, capacity=1)
     samples = run_virtual(run_open(ask_through(transport), JOBS[:4], [1.0, 2.0, 3.0, 4.0], nothing))
     assert [sample.first_token_s for sample in samples] == [10.0, 19.0, 28.0, 37.0]

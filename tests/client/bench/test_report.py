@@ -80,7 +80,7 @@ def test_the_knee_is_the_last_rate_before_first_tokens_take_three_times_as_long(
     assert describe_knee(stages[1:], None) == "no knee: the server keeps up at 8 requests/s"
 
 
-def test_a_rate_with_an_error_is_behind_the_knee(make_sample: MakeSample) -> None:
+def test_a_rate_with_an_error_is_after_the_knee(make_sample: MakeSample) -> None:
     stages = [open_stage(1, [make_sample()]), open_stage(2, [make_sample(), make_sample(error="UNAVAILABLE")])]
     assert find_knee(stages) == 1
     assert find_knee(stages[1:]) == 0

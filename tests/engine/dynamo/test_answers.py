@@ -51,7 +51,7 @@ def test_log_probs_without_others_are_those_of_the_tokens() -> None:
 
 
 @pytest.mark.parametrize(("chosen", "ranks"), [(3, [(1, 3), (2, 26)]), (5, [(1, 3), (2, 26), (3, 5)])])
-def test_the_chosen_token_is_among_the_likeliest_or_behind_them(chosen: int, ranks: list[tuple[int, int]]) -> None:
+def test_the_chosen_token_is_among_the_likeliest_or_after_them(chosen: int, ranks: list[tuple[int, int]]) -> None:
     told = TokenLogProb(-0.5, top=((3, -0.25), (26, -math.inf)))
     chunk = answer(return_log_probs=True, num_top_log_probs=2).chunk(TokenOutput("r", [chosen], "", log_probs=[told]))
     ((*entries,),) = chunk["top_logprobs"]

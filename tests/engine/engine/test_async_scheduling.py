@@ -181,7 +181,7 @@ def test_a_step_is_launched_before_the_one_before_is_read(ahead: Engine) -> None
     assert ahead.step() == [], "the first step is in flight"
     num_tokens = [len(output.token_ids) for _ in range(6) for output in ahead.step()]
     assert sum(num_tokens) == 6
-    assert not ahead.has_work, "no step was launched behind the end that max_tokens sets"
+    assert not ahead.has_work, "no step was launched after the end that max_tokens sets"
 
 
 def test_an_id_that_is_used_again_never_gets_a_token_of_its_former_request(plain: Engine, ahead: Engine) -> None:

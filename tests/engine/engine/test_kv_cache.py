@@ -263,7 +263,7 @@ def test_no_router_is_told_of_blocks_after_a_source() -> None:
     assert not blocks.knows_source(sequence([1], source=[2] * 9))
 
 
-def test_a_block_is_only_found_behind_the_blocks_it_was_computed_behind() -> None:
+def test_a_block_is_only_found_after_the_blocks_it_was_computed_after() -> None:
     blocks = PoisonedBlocks(20, BLOCK_SIZE)
     compute(blocks, sequence([1, 1, 1, 1, 2, 2, 2, 2, 3]))
     assert compute(blocks, sequence([2, 2, 2, 2, 3])) == 0

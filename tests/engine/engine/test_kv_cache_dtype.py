@@ -41,7 +41,7 @@ def make_engine(checkpoint: Path, tokenizer: Path, **options: object) -> Engine:
 
 
 def requests() -> list[GenerationRequest]:
-    """None of the prompts leaves a single token behind its reused blocks, which would be computed as a decode is."""
+    """None of the prompts leaves a single token after its reused blocks, which would be computed as a decode is."""
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, 311, (length,), generator=generator).tolist() for length in (1, 5, 16, 34, 70)]
     sampling = SamplingParams(max_tokens=16, end_id=-1)
@@ -117,7 +117,7 @@ def test_a_gpu_has_its_scales_apart_in_as_many_bytes(
 def test_logits_are_off_by_a_small_part_of_what_they_differ_by(
     kv_cache_dtype: str, most: float, checkpoint: Path, default_model_dir: Path
 ) -> None:
-    # Of the first tokens, lest another choice of one changes all behind it.
+    # Of the first tokens, lest another choice of one changes all after it.
     asked = [
         GenerationRequest(request.request_id, request.prompt_token_ids, SamplingParams(max_tokens=1))
         for request in requests()
@@ -129,7 +129,7 @@ def test_logits_are_off_by_a_small_part_of_what_they_differ_by(
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
-def test_a_request_has_the_same_bits_alone_in_a_batch_and_behind_a_prefix_in_the_cache(
+def test_a_request_has_the_same_bits_alone_in_a_batch_and_after_a_prefix_in_the_cache(
     kv_cache_dtype: str, checkpoint: Path, default_model_dir: Path
 ) -> None:
     options = {"kv_cache_dtype": kv_cache_dtype}

@@ -200,7 +200,7 @@ class World:
             assert scheduled.sequence.num_computed_tokens == end
             assert len(scheduled.sequence.block_table) * BLOCK_SIZE >= end
             num_prompt_tokens = len(scheduled.sequence.request.prompt_token_ids)
-            assert end < num_prompt_tokens + scheduled.sequence.max_output_tokens, "behind the answer's end"
+            assert end < num_prompt_tokens + scheduled.sequence.max_output_tokens, "after the answer's end"
 
     def run_dry(self, max_steps: int = 2000) -> None:
         for _ in range(max_steps):

@@ -195,8 +195,8 @@ def schemas(draw: st.DrawFn) -> str:
     for i in range(number):
         around = [rng.choice(wraps) for _ in range(depth)]
         other = i + 1 if is_chain else rng.randint(0, number)
-        before, behind = ("".join(part) for part in zip(*around, strict=True))
-        links.append(f'"{i}":{before}{{"$ref":"#/$defs/{other}"}}{behind}')
+        before, after = ("".join(part) for part in zip(*around, strict=True))
+        links.append(f'"{i}":{before}{{"$ref":"#/$defs/{other}"}}{after}')
     return '{"$ref":"#/$defs/0","$defs":{' + ",".join(links) + "}}"
 
 

@@ -330,7 +330,7 @@ def test_values_that_are_not_finite_are_refused_with_their_place(value: float, d
             pack_adapter(wire.weights, wire.config, stored)
 
 
-def test_values_behind_the_declared_rank_are_refused() -> None:
+def test_values_after_the_declared_rank_are_refused() -> None:
     wire = wire_adapter(TINY, [(1, 0, 8)])
     wire.config[0, 2] = 4
     with pytest.raises(InvalidRequest, match=r"other than zero beyond the 256 .*rank or module is wrong"):

@@ -86,7 +86,7 @@ def test_the_pages_are_locked_and_not_a_byte_more(driver: FakeDriver) -> None:
     assert not pool.storage.any()
 
 
-def test_the_pages_are_unlocked_behind_all_copies_when_the_last_view_of_them_is_gone(driver: FakeDriver) -> None:
+def test_the_pages_are_unlocked_after_all_copies_when_the_last_view_of_them_is_gone(driver: FakeDriver) -> None:
     pool = locked_pool(17)
     (page,) = pool.views([16])
     with torch.inference_mode():

@@ -72,7 +72,7 @@ def test_it_rounds_as_eliminating_one_input_after_the_other_does(
     is_same = (rounded == expected).all(1)
     plain = nearest(weight, *found, codes, group_size)
     assert not torch.equal(expected, plain)
-    # A value that lies between two codes may fall to either side; then all behind it differ.
+    # A value that lies between two codes may fall to either side; then all after it differ.
     assert is_same.sum() >= 15
 
 

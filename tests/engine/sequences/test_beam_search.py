@@ -130,7 +130,7 @@ def assert_beams(request: GenerationRequest, answer: Answer, expected: list[tupl
 
 
 def mixed_searches() -> list[GenerationRequest]:
-    """Every rule with every adapter and none, of several widths, behind prompts that end inside and between blocks."""
+    """Every rule with every adapter and none, of several widths, after prompts that end inside and between blocks."""
     rules = product([1, 0, 2], [0.0, 1.0, -0.5, 2.5])
     sizes = zip(cycle([2, 5, 3, 8, 4]), cycle([3, 8, 1, 14, 5, 7]), cycle([None, 0, 1]))
     return [

@@ -11,7 +11,7 @@ from multilora_engine.sequences.prompt_log_probs import NO_TOKEN, PromptLogProbs
 
 
 def append_positions(log_probs: PromptLogProbs, positions: range) -> None:
-    """As if the token behind position p had a log-prob of -p, and tokens p and p + 1 were the likeliest there."""
+    """As if the token after position p had a log-prob of -p, and tokens p and p + 1 were the likeliest there."""
     values = -np.array(positions, np.float32)
     tops = np.array([[p, p + 1] for p in positions], np.int64).reshape(-1, 2)[:, : log_probs.num_top]
     log_probs.append(values, np.repeat(values[:, None], log_probs.num_top, axis=1), tops)

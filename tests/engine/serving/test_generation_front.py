@@ -518,7 +518,7 @@ def test_a_client_may_send_so_many_adapters_at_once_and_others_do_not_suffer(
 def test_an_adapter_that_the_engine_has_counts_no_longer_however_long_its_answer_takes(front: GenerationFront) -> None:
     client = UploadingClient(front)
     unending = [client.send(i, "one", input_ids=[[HOLD]], max_tokens=[[9]], streaming=[[True]]) for i in range(2)]
-    # These wait until the adapters are packed, and their answers come behind what the engine said of those.
+    # These wait until the adapters are packed, and their answers come after what the engine said of those.
     for task_id in range(2):
         plain = {"input_ids": [[5]], "max_tokens": [[1]], "lora_task_id": [[task_id]]}
         assert ask(front, plain)[0].error is None

@@ -18,7 +18,7 @@ SECRET = "0123456789abcdef"
 
 
 class RawRequest(FakeRequest):
-    """Has the parameters as the server writes them: those of headers behind the client's own, of equal names, too."""
+    """Has the parameters as the server writes them: those of headers after the client's own, of equal names, too."""
 
     def __init__(self, *pairs: tuple[str, str]) -> None:
         super().__init__({})

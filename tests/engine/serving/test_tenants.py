@@ -264,7 +264,7 @@ class Tenants(RuleBasedStateMachine):
         tensors = {"input_ids": [[HOLD]], "max_tokens": [[1]]}
         before = len(self.engine.accepted)
         request = self.ask(who, tensors, request_id, waits=False)
-        self.use("operator", None)  # which the engine answers behind it
+        self.use("operator", None)  # which the engine answers after it
         assert len(self.engine.accepted) == before + 2
         self.flights[KEYS[who].get("tenant", ""), request_id].append(request)
 

@@ -113,7 +113,7 @@ class TestStream:
         data=st.data(),
         stop_words=STOP_WORDS,
     )
-    def test_stop_token_sequences_cut_the_text_where_their_first_token_began_or_behind_their_last(
+    def test_stop_token_sequences_cut_the_text_where_their_first_token_began_or_after_their_last(
         self, pieces: list[bytes], data: st.DataObject, stop_words: tuple[str, ...]
     ) -> None:
         ids = st.integers(0, len(pieces) - 1)

@@ -124,7 +124,7 @@ def test_spans_and_the_model_continue_the_trace_of_the_client(repository: Path) 
             server.wait_ready()
             http_trace_id, grpc_trace_id = TRACE_IDS
             assert ask(HttpTransport(f"http://{server.http_url}"), http_trace_id) == http_trace_id
-            # tritonserver reads a header of gRPC up to the first zero byte in memory, which may lie behind the header's
+            # tritonserver reads a header of gRPC up to the first zero byte in memory, which may lie after the header's
             # end. It then finds no trace, and begins one of its own.
             grpc_answers = (ask(GrpcTransport(server.grpc_url), grpc_trace_id) for _ in range(MAX_GRPC_REQUESTS))
             assert grpc_trace_id in grpc_answers

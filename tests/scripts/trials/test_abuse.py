@@ -68,7 +68,7 @@ def test_the_docs_show_attacks_that_there_are_each_once_in_their_order() -> None
     _, _, *lines = [line for line in read_table(abuse.PAGE, abuse.TABLE).splitlines() if line.startswith("|")]
     shown = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in lines]
     attacks = iter([(name, scene.title) for scene in SCENES for name in scene.attacks])
-    assert all(row in attacks for row in shown)  # which are behind the row before
+    assert all(row in attacks for row in shown)  # which come after the row before
 
 
 def test_every_attack_can_be_handed_to_a_process_of_its_own() -> None:

@@ -19,7 +19,7 @@ def test_value_i_lies_at_bit_i_times_bits(bits: int, count: int) -> None:
 
 
 def packed(values: list[int], bits: int) -> list[int]:
-    """Dense from the lowest bit on; the bits behind the last value are ones, which must not count."""
+    """Dense from the lowest bit on; the bits after the last value are ones, which must not count."""
     size = -(-len(values) * bits // 32) * 32
     stream = (1 << size) - (1 << len(values) * bits)
     for index, value in enumerate(values):

@@ -66,7 +66,7 @@ export async function* postLines(path, body, signal) {
   }
 }
 
-/** Sends files one behind the other. onLine: hears the answer's lines; onSent(share): how much has left the browser. */
+/** Sends files one after the other. onLine: hears the answer's lines; onSent(share): how much has left the browser. */
 export function upload(query, files, onLine, onSent) {
   return new Promise((resolve, reject) => {
     const request = new XMLHttpRequest(); // fetch does not tell how much of a body is sent

@@ -133,7 +133,7 @@ export class Live {
     return this.names.get(number) ?? [...this.names.values()].find((adapter) => adapter.name === number);
   }
 
-  /** A label is a name or a task id, behind its tenant and @ if it has one. */
+  /** A label is a name or a task id, after its tenant and @ if it has one. */
   _called(label) {
     const number = label.split("@").at(-1);
     const adapter = this.names.get(number);

@@ -103,7 +103,7 @@ def front_of_two(
     return open_front(catalogue, FrontSettings(server_metrics_url="http://server:8002/metrics"))
 
 
-def test_the_servers_metrics_are_behind_the_fronts(front_of_two: TestClient) -> None:
+def test_the_servers_metrics_are_after_the_fronts(front_of_two: TestClient) -> None:
     told = samples(front_of_two.get("/metrics").text)
 
     assert told["nv_inference_count", ()] == 5

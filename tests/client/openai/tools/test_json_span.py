@@ -16,9 +16,9 @@ BRACKETED = st.lists(VALUES) | st.dictionaries(st.text(), VALUES) | st.text()
 
 
 @given(BRACKETED, st.text(), st.booleans())
-def test_a_value_ends_where_it_was_written_to_end(value: Any, behind: str, is_ascii: bool) -> None:
+def test_a_value_ends_where_it_was_written_to_end(value: Any, after: str, is_ascii: bool) -> None:
     text = json.dumps(value, ensure_ascii=is_ascii)
-    assert JsonSpan().end(text + behind) == len(text)
+    assert JsonSpan().end(text + after) == len(text)
 
 
 @given(BRACKETED)
@@ -29,6 +29,6 @@ def test_pieces_end_where_the_whole_ends(value: Any) -> None:
 
 
 @given(st.dictionaries(st.text(), VALUES), st.text())
-def test_the_rest_of_an_object_ends_with_it(value: Any, behind: str) -> None:
+def test_the_rest_of_an_object_ends_with_it(value: Any, after: str) -> None:
     text = json.dumps(value)
-    assert JsonSpan(depth=1).end(text[1:] + behind) == len(text) - 1
+    assert JsonSpan(depth=1).end(text[1:] + after) == len(text) - 1

@@ -129,7 +129,7 @@ def test_arguments_are_passed_on_as_they_come() -> None:
     assert fed("_call>") == list(parser.finish()) == []
 
 
-def test_calls_behind_the_last_that_is_wanted_are_dropped() -> None:
+def test_calls_after_the_last_that_is_wanted_are_dropped() -> None:
     text = CASES[2][1]
     assert parse(TOOL_FORMATS["hermes"], [text], max_calls=1)[:2] == ("Let me see.", ONE)
 

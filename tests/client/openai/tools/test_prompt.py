@@ -14,17 +14,17 @@ SKY = {"type": "function", "function": {"name": "sky", "parameters": {"type": "o
 CALL = {"type": "function", "id": "1", "function": {"name": "sky", "arguments": {"city": "Köln"}}}
 
 
-def test_the_tools_are_behind_the_system_message_or_are_one() -> None:
+def test_the_tools_are_after_the_system_message_or_are_one() -> None:
     question = {"role": "user", "content": "Rain?"}
     alone = tell_tools([question], [SKY])
     system = {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]}
-    behind = tell_tools([system, question], [SKY])
+    after = tell_tools([system, question], [SKY])
 
     assert alone is not None
-    assert behind is not None
-    assert [message["role"] for message in alone] == [message["role"] for message in behind] == ["system", "user"]
+    assert after is not None
+    assert [message["role"] for message in alone] == [message["role"] for message in after] == ["system", "user"]
     assert json.dumps(SKY) in alone[0]["content"]
-    assert behind[0]["content"] == f"Be brief.\n\n{alone[0]['content']}"
+    assert after[0]["content"] == f"Be brief.\n\n{alone[0]['content']}"
     assert alone[1] == question
 
 

@@ -233,7 +233,7 @@ def test_a_folder_with_two_adapters_is_refused(root: Path) -> None:
 
 
 def test_converted_files_that_are_truncated_while_they_are_read_end_no_process(root: Path) -> None:
-    """A mapped file would: the kernel ends whoever reads behind its end."""
+    """A mapped file would: the kernel ends whoever reads after its end."""
     wire = wire_adapter(TINY, ROWS, seed=4)
     folder = root / "converted"
     folder.mkdir()
