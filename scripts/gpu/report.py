@@ -41,8 +41,8 @@ PARTS = {
     "overlap": 40,
     "prefill": 60,
     "tests": 140,
-    "candidates": 60,
-    "tuning": 60,
+    "candidates": 90,
+    "tuning": 110,
     "steps_1b": 50,
     "sanitizer": 200,
 }

@@ -1,8 +1,9 @@
-"""The parts of the GPU's report that try tiles: of decode steps, for adapters of rank 16, by the inputs of linears."""
+"""The parts of the GPU's report that try tiles: of decode steps for adapters of rank 16, by the inputs of linears; and
+those of `attention_tuning`.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
@@ -15,6 +16,7 @@ import triton
 
 from benchmarks.lora_workloads import EIGHT_BILLION, Batch, Model, Step, Workload
 from benchmarks.machine_limits import void
+from gpu.attention_tuning import launches, tried, tune_attention, why_refused
 from gpu.kernel_parts import TINY_MODEL, expand_all, rows_and_tiles, shrink_all
 from gpu.machine import Machine, Row
 from gpu.report import PLAN
@@ -50,10 +52,11 @@ class _Candidate:
 def compile_candidates(machine: Machine) -> Iterator[Row]:
     """Launch each candidate of `tune` once: the compiler keeps its kernels, and `tune` has none to wait for."""
     batches = _batches(machine)
+    of_adapters = (functools.partial(_try, candidate, batches) for candidate in _candidates(machine))
+    candidates: Iterator[Callable[[], Any]] = itertools.chain(of_adapters, launches(machine))
     num_tried = 0
-    for candidate in itertools.islice(_candidates(machine), machine.process, None, machine.num_processes):
-        with contextlib.suppress(triton.runtime.errors.OutOfResources):
-            _step(candidate, batches[candidate.width])()
+    for launch in itertools.islice(candidates, machine.process, None, machine.num_processes):
+        why_refused(launch)
         num_tried += 1
     yield Row("compiled ahead", num_tried, "sets of tiles")
 
@@ -74,6 +77,7 @@ def tune(machine: Machine) -> Iterator[Row]:
         plans = _PLANS[operator](times, sorted(batches), functools.partial(_table_sizes, machine, operator))
         yield Row(PLAN, note=json.dumps(entry_with_plans(operator, "rows", gpu, plans)))
     yield from _compare_with_tiles(machine)
+    yield from tune_attention(machine)
 
 
 def _compare_with_tiles(machine: Machine) -> Iterator[Row]:
@@ -141,8 +145,7 @@ def _candidates(machine: Machine) -> Iterator[_Candidate]:
     for operator, choices in _CHOICES.items():
         for width in _linears(machine):
             table = _table_sizes(machine, operator, width)
-            others = [table | dict(zip(choices, each, strict=True)) for each in itertools.product(*choices.values())]
-            for sizes in [table, *([] if machine.is_dry else others)]:
+            for sizes in [table, *([] if machine.is_dry else tried(table, choices))]:
                 yield _Candidate(operator, width, sizes)
 
 
@@ -177,6 +180,10 @@ def _batch(layer: Model, num_rows: int, cold_rows: int, machine: Machine) -> Bat
 
 def _update_all(batch: Batch, segments: LoRASegments) -> None:
     expand_all(batch, shrink_all(batch, segments=segments), segments=segments)
+
+
+def _try(candidate: _Candidate, batches: dict[int, list[Batch]]) -> None:
+    _step(candidate, batches[candidate.width])()
 
 
 def _step(candidate: _Candidate, batches: list[Batch]) -> Step:

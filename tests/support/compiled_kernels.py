@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.lora_workloads import LinearShape
-from multilora_kernels.cuda.block_sizes import KeyKind, block_sizes
+from multilora_kernels.cuda.block_sizes import KeyKind, attention_sizes, block_sizes
 from multilora_kernels.cuda.codes import order_codes_kernel, order_constants
 from multilora_kernels.cuda.decode_attention import decode_constants, decode_kernel
 from multilora_kernels.cuda.dependent_launch import LEAST_CAPABILITY, dependent_constants
@@ -209,8 +209,8 @@ def decode_resources(
     group: query heads of a key-value head. codes: of the cache, "int8" or "fp8"; "" where it has the dtype. has_bias:
     there is a bias by distance. The rest as of the others.
     """
-    kind = _key_kind(dtype, codes)
-    constants = decode_constants(group, head_dim, head_dim, block_size, kind, capability, has_softcap)
+    sizes = attention_sizes("decode_attention", _key_kind(dtype, codes), group, head_dim, capability)
+    constants = decode_constants(sizes, group, head_dim, head_dim, block_size, has_softcap)
     constants |= _without(has_softcap, codes, has_bias)
     return _resources(decode_kernel, constants, dtype, capability, _CODE_CACHE.get(codes, _NO_POINTERS))
 
@@ -227,8 +227,8 @@ def prompt_resources(
     has_window: bool = False,
 ) -> Resources:
     """`paged_attention`; arguments as of `decode_resources`."""
-    kind = _key_kind(dtype, codes)
-    constants = prompt_constants(group, head_dim, block_size, kind, capability, has_softcap, has_window)
+    sizes = attention_sizes("prompt_attention", _key_kind(dtype, codes), group, head_dim, capability)
+    constants = prompt_constants(sizes, group, head_dim, block_size, has_softcap, has_window)
     constants |= _without(has_softcap, codes, has_bias)
     return _resources(prompt_kernel, constants, dtype, capability, _CODE_CACHE.get(codes, _NO_POINTERS))
 

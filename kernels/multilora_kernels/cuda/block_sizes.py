@@ -107,7 +107,7 @@ def key_kind(*dtypes: torch.dtype) -> KeyKind:
 
 
 def entry_with_plans(
-    operator: Operator, regime: Regime, capability: int, plans: list[dict[str, Any]]
+    operator: Operator | AttentionOperator, regime: Regime | KeyKind, capability: int, plans: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """The table's entry as an architecture's own, with plans before those that it has: {"sm_90": {operator: ...}}."""
     entry = _table(capability)[operator, regime]

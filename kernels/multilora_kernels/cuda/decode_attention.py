@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from multilora_kernels.cuda.block_sizes import KeyKind, attention_sizes, capability, key_kind
+from multilora_kernels.cuda.block_sizes import BlockSizes, attention_sizes, capability, key_kind
 from multilora_kernels.cuda.dependent_launch import dependent_constants, launches_dependently
 from multilora_kernels.cuda.integers import cdiv, next_power_of_2
 from multilora_kernels.cuda.key_tiles import add_keys, load_slots
@@ -57,29 +57,27 @@ def decode(
     sinks: torch.Tensor | None,
     distance_bias: torch.Tensor | None,
     is_interleaved: bool,
-) -> None:
-    """The rows of `out` of the first `num_decodes` sequences, as `attention.rotary_attention` says; others stay."""
+    sizes: BlockSizes | None = None,
+) -> Any:
+    """The rows of `out` of the first `num_decodes` sequences, as `attention.rotary_attention` says; others stay.
+
+    sizes: to try in place of the table's. Returns the compiled kernel; None in the interpreter.
+    """
     (key_rows, key_scales), (value_rows, value_scales) = parts_of(keys), parts_of(values)
     num_sequences, num_kv_heads, head_dim = num_decodes, key_rows.shape[1], kv_head_dim(keys)
     group = qkv.shape[1] // head_dim // num_kv_heads - 2
     assert num_sequences * num_kv_heads <= MAX_COUNTERS
-    constants = decode_constants(
-        group,
-        head_dim,
-        cos.shape[2],
-        block_size,
-        key_kind(qkv.dtype, keys.dtype),
-        capability(qkv.device),
-        softcap > 0,
-        is_interleaved,
-    )
-    num_splits = _most_splits(block_tables.shape[1] * block_size, window, constants)
+    shape = (key_kind(qkv.dtype, keys.dtype), group, head_dim, capability(qkv.device))
+    sizes = sizes or attention_sizes("decode_attention", *shape)
+    constants = decode_constants(sizes, group, head_dim, cos.shape[2], block_size, softcap > 0, is_interleaved)
+    split_tiles = sizes["SPLIT_KEYS"] // constants["BLOCK_N"]
+    num_splits = _most_splits(block_tables.shape[1] * block_size, window, constants["BLOCK_N"], split_tiles)
     programs = max(1, min(num_splits, _PROGRAMS // (num_sequences * num_kv_heads)))
     # One program that takes all splits adds them in registers.
     parts = (num_sequences, num_kv_heads * group, num_splits if programs > 1 else 0)
     sums = qkv.new_empty(*parts, head_dim, dtype=torch.float32)
     stats = qkv.new_empty(*parts, 2, dtype=torch.float32)
-    decode_kernel[num_sequences, num_kv_heads, programs](
+    return decode_kernel[num_sequences, num_kv_heads, programs](
         qkv,
         cos,
         sin,
@@ -102,6 +100,7 @@ def decode(
         window,
         0 if distance_bias is None else distance_bias.shape[1],
         num_splits,
+        split_tiles,
         qkv.stride(0),
         cos.stride(0),
         key_rows.stride(0),
@@ -113,31 +112,23 @@ def decode(
     )
 
 
-def _most_splits(max_keys: int, window: int, constants: dict[str, Any]) -> int:
+def _most_splits(max_keys: int, window: int, tile: int, split_tiles: int) -> int:
     """Of any sequence of at most so many keys."""
     # The first of a window's keys may lie anywhere in its tile.
-    tile: int = constants["BLOCK_N"]
     num_tiles = cdiv(min(window + tile if window else max_keys, max_keys), tile)
-    return min(int(_MAX_SPLITS.value), cdiv(num_tiles, constants["SPLIT_TILES"]))
+    return min(int(_MAX_SPLITS.value), cdiv(num_tiles, split_tiles))
 
 
 def decode_constants(
+    sizes: BlockSizes,
     group: int,
     head_dim: int,
     rotary_dim: int,
     block_size: int,
-    kind: KeyKind,
-    capability: int,
     has_softcap: bool = False,
     is_interleaved: bool = False,
 ) -> dict[str, Any]:
-    """The constants of the kernel.
-
-    group: query heads of a key-value head. kind: of keys and values. capability: of the GPU, 90 for sm_90.
-    """
-    sizes = attention_sizes("decode_attention", kind, group, head_dim, capability)
-    # Addresses of several blocks take registers.
-    sizes["BLOCK_N"] = min(sizes["BLOCK_N"], max(16, next_power_of_2(block_size)))
+    """The constants of the kernel. group: query heads of a key-value head."""
     return {
         "HAS_SOFTCAP": has_softcap,
         "GROUP": group,
@@ -148,12 +139,14 @@ def decode_constants(
         # Tensor cores take at least sixteen of each.
         "BLOCK_M": max(16, next_power_of_2(group)),
         "BLOCK_D": max(16, next_power_of_2(head_dim)),
-        "SPLIT_TILES": sizes.pop("SPLIT_KEYS") // sizes["BLOCK_N"],
-    } | sizes
+        # Addresses of several blocks take registers.
+        "BLOCK_N": min(sizes["BLOCK_N"], max(16, next_power_of_2(block_size))),
+        **{name: size for name, size in sizes.items() if name not in ("BLOCK_N", "SPLIT_KEYS")},
+    }
 
 
 # A step's longest context decides on it: one that is 1 or a multiple of 16 would be a kernel of its own.
-@triton.jit(do_not_specialize=["stride_bm", "num_distances", "num_splits"])
+@triton.jit(do_not_specialize=["stride_bm", "num_distances", "num_splits", "split_tiles"])
 def decode_kernel(
     qkv_ptr,
     cos_ptr,
@@ -177,6 +170,7 @@ def decode_kernel(
     window,
     num_distances,
     num_splits,
+    split_tiles,
     stride_xm,
     stride_cm,
     stride_ks,
@@ -192,7 +186,6 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPLIT_TILES: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     """One program: all query heads of one key-value head of a sequence, some splits of its keys."""
@@ -206,7 +199,7 @@ def decode_kernel(
     # Tiles begin at multiples of their size.
     before = first_key // BLOCK_N
     num_tiles = (context + BLOCK_N - 1) // BLOCK_N - before
-    split_tiles = tl.maximum((num_tiles + _MAX_SPLITS - 1) // _MAX_SPLITS, SPLIT_TILES)
+    split_tiles = tl.maximum((num_tiles + _MAX_SPLITS - 1) // _MAX_SPLITS, split_tiles)
     num_used = (num_tiles + split_tiles - 1) // split_tiles
     taken = (num_used + tl.num_programs(2) - 1) // tl.num_programs(2)
     split = tl.program_id(2) * taken

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels.cuda.block_sizes import KeyKind, attention_sizes, capability, key_kind
+from multilora_kernels.cuda.block_sizes import BlockSizes, attention_sizes, capability, key_kind
 from multilora_kernels.cuda.integers import next_power_of_2
 from multilora_kernels.cuda.key_tiles import add_keys, load_slots
 from multilora_kernels.cuda.kv_rows import parts_of
@@ -38,10 +38,12 @@ def attend(
     softcap: float,
     sinks: torch.Tensor | None,
     distance_bias: torch.Tensor | None,
-) -> None:
+    sizes: BlockSizes | None = None,
+) -> Any:
     """The rows of `out` [num_tokens, num_heads * head_dim], as `attention.paged_attention` says.
 
-    first_sequence: the sequences before it are left out. num_decodes: of no matter here.
+    first_sequence: the sequences before it are left out. num_decodes: of no matter here. sizes: to try in place of the
+    table's. Returns the compiled kernel; None in the interpreter.
     """
     num_tokens, num_heads, _ = q.shape
     (key_rows, key_scales), (value_rows, value_scales) = parts_of(keys), parts_of(values)
@@ -49,18 +51,13 @@ def attend(
     assert q.stride(2) == key_rows.stride(2) == block_tables.stride(1) == 1
     assert key_rows.stride() == value_rows.stride()
     assert scale > 0
-    constants = prompt_constants(
-        num_heads // num_kv_heads,
-        head_dim,
-        block_size,
-        key_kind(q.dtype, keys.dtype),
-        capability(q.device),
-        softcap > 0,
-        window > 0,
-    )
+    group = num_heads // num_kv_heads
+    shape = (key_kind(q.dtype, keys.dtype), group, head_dim, capability(q.device))
+    sizes = sizes or attention_sizes("prompt_attention", *shape)
+    constants = prompt_constants(sizes, group, head_dim, block_size, softcap > 0, window > 0)
     # Each sequence may begin a block of its own.
     num_blocks = num_tokens // constants["BLOCK_Q"] + len(block_tables)
-    prompt_kernel[num_kv_heads, num_blocks](
+    return prompt_kernel[num_kv_heads, num_blocks](
         q,
         key_rows,
         value_rows,
@@ -89,17 +86,15 @@ def attend(
 
 
 def prompt_constants(
+    sizes: BlockSizes,
     group: int,
     head_dim: int,
     block_size: int,
-    kind: KeyKind,
-    capability: int,
     has_softcap: bool = False,
     has_window: bool = False,
 ) -> dict[str, Any]:
     """The constants of the kernel, as `decode_attention.decode_constants` has them."""
     rows_of_token = next_power_of_2(group)
-    sizes = attention_sizes("prompt_attention", kind, group, head_dim, capability)
     block_m = max(rows_of_token, sizes["BLOCK_M"])
     return sizes | {
         "HAS_SOFTCAP": has_softcap,

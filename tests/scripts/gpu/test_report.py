@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -247,6 +248,19 @@ def test_every_part_runs_from_the_command_line(tmp_path):
     parts = json.loads((tmp_path / "gpu_report.json").read_text())["parts"]
     assert [part["name"] for part in parts] == list(report.PARTS)
     assert all(part["rows"] for part in parts)
+
+
+@pytest.mark.long(reason="the interpreter takes a second for each kernel")
+def test_the_tuners_of_all_operators_run_dry(tmp_path):
+    result = report.run_part("tuning", report.PARTS["tuning"], True, tmp_path / "log")
+    assert result.end == "done", (tmp_path / "log").read_text()
+    plans = [json.loads(row["note"])["sm_80"] for row in result.rows if row["what"] == report.PLAN]
+    tuned = {
+        (operator, regime): x["plans"][0] for plan in plans for operator, y in plan.items() for regime, x in y.items()
+    }
+    assert {("shrink", "rows"), ("expand", "rows"), ("update", "rows")} < tuned.keys()
+    for operator, kind in itertools.product(("decode_attention", "prompt_attention"), ("16 bits", "8 bits")):
+        assert tuned[operator, kind]["sizes"] == block_sizes.attention_sizes(operator, kind, 2, 16, 80)
 
 
 def test_a_plan_has_the_quickest_tiles():
