@@ -336,7 +336,7 @@ def test_the_filling_of_inputs_compiles_without_spills(capability):
         (shrink_rows_kernel, "first_slice"),
         (expand_rows_kernel, "first_slice"),
         (decode_kernel, "num_distances num_splits split_tiles stride_bm"),
-        (prompt_kernel, "num_distances num_sequences first_sequence stride_bm"),
+        (prompt_kernel, "num_distances num_sequences first_sequence num_blocks stride_bm"),
         (segment_kernel, "num_tokens max_loras capacity"),
         (penalise_kernel, "num_rows"),
         (forbid_kernel, "num_bans"),

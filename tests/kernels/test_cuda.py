@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from support import attention_cases
@@ -11,7 +13,7 @@ from support.synthetic_batches import reference_order
 
 from benchmarks.lora_workloads import LinearShape
 from multilora_kernels import cuda, load_rows, lora_segments, parts, reference, step_inputs_reference
-from multilora_kernels.cuda import decode_attention, segments
+from multilora_kernels.cuda import decode_attention, prompt_attention, segments
 from multilora_kernels.kv_rows import SCALE_BYTES, KVCodes, quantize_rows
 from multilora_kernels.segments import reference_segments, rows_of
 from multilora_kernels.step_inputs import StepInputs
@@ -182,6 +184,27 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(implementation, shape, win
     assert (int(starts[1]), int(starts[2]), int(contexts[1])) == (begin, end, context)
     whole = piece(begin, end)
     assert torch.equal(torch.cat((piece(begin, 4), piece(4, end))), whole)
+
+
+def test_the_blocks_of_a_long_prompt_fit_the_grid_of_a_launch(monkeypatch):
+    grids = []
+
+    class Launches:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    monkeypatch.setattr(prompt_attention, "prompt_kernel", Launches())
+    num_tokens, num_heads = 70_000, 16
+    q, cache = torch.empty(num_tokens, num_heads, 8), torch.empty(16, 1, 8)
+    table, starts = torch.zeros(1, num_tokens // 16 + 1, dtype=torch.int64), torch.tensor([0, num_tokens])
+    options = (0, 16, 0, 1.0, 0.0, None, None)
+    prompt_attention.attend(q, cache, cache, q.flatten(1), 0, table, starts, starts[1:], *options)
+    (grid,) = grids
+    most = (2**31 - 1, 65_535, 65_535)
+    # A float32 tile has sixteen rows, which one token of so many heads fills.
+    assert math.prod(grid) == num_tokens + 1
+    assert all(size <= limit for size, limit in zip(grid, most, strict=False))
 
 
 @pytest.mark.parametrize("sequences", ["decode", "prefill"])

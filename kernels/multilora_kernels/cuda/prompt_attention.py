@@ -57,7 +57,7 @@ def attend(
     constants = prompt_constants(sizes, group, head_dim, block_size, softcap > 0, window > 0)
     # Each sequence may begin a block of its own.
     num_blocks = num_tokens // constants["BLOCK_Q"] + len(block_tables)
-    return prompt_kernel[num_kv_heads, num_blocks](
+    return prompt_kernel[(num_kv_heads * num_blocks,)](
         q,
         key_rows,
         value_rows,
@@ -75,6 +75,8 @@ def attend(
         0 if distance_bias is None else distance_bias.shape[1],
         len(block_tables),
         first_sequence,
+        num_kv_heads,
+        num_blocks,
         q.stride(0),
         q.stride(1),
         key_rows.stride(0),
@@ -110,7 +112,7 @@ def prompt_constants(
     }
 
 
-@triton.jit(do_not_specialize=["num_distances", "num_sequences", "first_sequence", "stride_bm"])
+@triton.jit(do_not_specialize=["num_distances", "num_sequences", "first_sequence", "num_blocks", "stride_bm"])
 def prompt_kernel(
     q_ptr,
     keys_ptr,
@@ -129,6 +131,8 @@ def prompt_kernel(
     num_distances,
     num_sequences,
     first_sequence,
+    num_kv_heads,
+    num_blocks,
     stride_qm,
     stride_qh,
     stride_ks,
@@ -146,9 +150,11 @@ def prompt_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """One program: BLOCK_Q tokens of one sequence, all query heads of one key-value head."""
-    kv_head = tl.program_id(0)
+    # On the one axis that has more than 65,535 programs.
+    kv_head = tl.program_id(0) % num_kv_heads
     # The last tokens of a sequence, which see most keys, come first: at the end all programs are short.
-    sequence, first = _locate(query_start_ptr, tl.num_programs(1) - 1 - tl.program_id(1), num_sequences, BLOCK_Q)
+    block = num_blocks - 1 - tl.program_id(0) // num_kv_heads
+    sequence, first = _locate(query_start_ptr, block, num_sequences, BLOCK_Q)
     query_start = tl.load(query_start_ptr + sequence)
     length = tl.load(query_start_ptr + sequence + 1) - query_start
     if (first >= length) | (sequence < first_sequence):
@@ -210,7 +216,7 @@ def prompt_kernel(
         )  # fmt: skip
         slots = next_slots
     result = (total / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
-    num_heads = tl.num_programs(0) * GROUP
+    num_heads = num_kv_heads * GROUP
     tl.store(out_ptr + (tokens * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :], result, mask=tile_mask)
 
 
