@@ -3,7 +3,7 @@
 A program has some neighbouring tokens of one sequence, with all query heads of one key-value head. It looks for its
 sequence itself, so the host needs to know nothing but the number of tokens, and a captured graph replays for any mix.
 Keys come in tiles that begin at multiples of their size: a token's bits depend neither on its chunk nor on the batch.
-Tiles that all queries of a program see come first, and are not masked.
+Tiles that all queries of a program see whole are not masked.
 """
 
 from __future__ import annotations
@@ -176,8 +176,12 @@ def prompt_kernel(
     # Keys that no query of the program sees may lie in blocks that the sequence has no more.
     first_key = tl.maximum(context - length + first - window + 1, 0) if HAS_WINDOW else 0
     start = first_key // BLOCK_N * BLOCK_N
-    # All queries see all keys of the tiles before, if there is no window.
-    masked = start if HAS_WINDOW else (context - length + first + 1) // BLOCK_N * BLOCK_N
+    # All queries see all keys of the tiles from `middle` to `diagonal`.
+    diagonal = (context - length + first + 1) // BLOCK_N * BLOCK_N
+    middle = start
+    if HAS_WINDOW:
+        of_last_query = tl.maximum(context - length + first + BLOCK_Q - window, 0)
+        middle = tl.minimum((of_last_query + BLOCK_N - 1) // BLOCK_N * BLOCK_N, end)
     keys_ptr += kv_head * stride_kh
     values_ptr += kv_head * stride_kh
     if key_scales_ptr is not None:
@@ -195,26 +199,25 @@ def prompt_kernel(
         weight_sum = tl.full((BLOCK_M,), 1.0, dtype=tl.float32)
     total = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     slots = load_slots(table, start, end, first_key, BLOCK_N, BLOCK_SIZE)
-    if not HAS_WINDOW:
-        for position in range(start, masked, BLOCK_N):
+    for part in tl.static_range(0 if HAS_WINDOW else 1, 3):
+        if part == 0:
+            part_start, part_end = start, middle
+        elif part == 1:
+            part_start, part_end = middle, diagonal
+        else:
+            part_start, part_end = tl.maximum(middle, diagonal), end
+        for position in range(part_start, part_end, BLOCK_N):
             next_slots = load_slots(table, position + BLOCK_N, end, first_key, BLOCK_N, BLOCK_SIZE)
             positions = position + tl.arange(0, BLOCK_N)
+            is_key, newest_seen = None, None
+            if part != 1:
+                is_key, newest_seen = (positions >= first_key) & (positions < end), newest
             total, top, weight_sum = add_keys(
                 total, top, weight_sum, q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slots, positions,
-                None, None, 0, distance_bias_ptr, bias_rows, num_distances, newest, dims, stride_ks, scale, softcap,
-                HAS_SOFTCAP, HEAD_DIM, BLOCK_N, BLOCK_SIZE, q.dtype,
+                is_key, newest_seen, window, distance_bias_ptr, bias_rows, num_distances, newest, dims, stride_ks,
+                scale, softcap, HAS_SOFTCAP, HEAD_DIM, BLOCK_N, BLOCK_SIZE, q.dtype,
             )  # fmt: skip
             slots = next_slots
-    for position in range(masked, end, BLOCK_N):
-        next_slots = load_slots(table, position + BLOCK_N, end, first_key, BLOCK_N, BLOCK_SIZE)
-        positions = position + tl.arange(0, BLOCK_N)
-        is_key = (positions >= first_key) & (positions < end)
-        total, top, weight_sum = add_keys(
-            total, top, weight_sum, q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slots, positions, is_key,
-            newest, window, distance_bias_ptr, bias_rows, num_distances, newest, dims, stride_ks, scale, softcap,
-            HAS_SOFTCAP, HEAD_DIM, BLOCK_N, BLOCK_SIZE, q.dtype,
-        )  # fmt: skip
-        slots = next_slots
     result = (total / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
     num_heads = num_kv_heads * GROUP
     tl.store(out_ptr + (tokens * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :], result, mask=tile_mask)
