@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from multilora_engine.errors import (
@@ -60,7 +61,7 @@ class Fetch:
     tenant: the owner of the set, empty for none. Sources have adapters that belong to no tenant.
     replaces_set: as of `LoRAManager.put`.
     on_end: called when the fetch has ended without its set, or is dropped.
-    is_refresh: the adapter is cached already, and its folder has changed.
+    stale_digest: of the cached adapter whose folder has changed; empty for an adapter that no tier had.
     num_waiting: the requests and operators that wait for it. expectations: of all who have waited for it.
     present, found: once the adapter has come, the digest that its task id had until then, and the adapter's own.
     is_done: it has ended; then `error` tells why there is no adapter, if there is none.
@@ -74,7 +75,7 @@ class Fetch:
     tenant: str = ""
     replaces_set: bool = False
     on_end: Callable[[], None] = _nothing
-    is_refresh: bool = False
+    stale_digest: str = ""
     num_waiting: int = 0
     expectations: set[Expectation] = field(default_factory=set)
     present: str = ""
@@ -273,23 +274,37 @@ class RemoteAdapters:
 
     def _is_superfluous(self, fetch: Fetch) -> bool:
         """Whether a client has uploaded the adapter meanwhile. The adapter at a path may be another version of it."""
-        return not (fetch.path or fetch.set_digest or fetch.is_refresh) and self._loras.inventory.is_known(
-            fetch.task_id
-        )
+        if fetch.path or fetch.set_digest:
+            return False
+        return self._loras.inventory.digest(fetch.task_id) not in ("", fetch.stale_digest)
 
     def _note_change(self, change: FolderChange) -> None:
-        """Fetch a cached adapter again, by its name as ever: the folder may be one that another source's hides."""
+        """Fetch a cached adapter again, by its name as ever: the folder may be one that another source's hides.
+
+        An adapter that was read at the folder's path is compared again when a request has the path.
+        """
         assert self._fetcher is not None
         task_id = change.key.lora_task_id
         present = self._loras.inventory.digest(task_id)
+        if not change.reason:
+            self._forget_paths(change.key)
         if change.reason:
             self._note_failure(change.key, change.reason)
         elif (task_id, "") in self._fetches:
             self._changes.put(change)  # That fetch may have read the version before.
         elif present:
-            fetch = self._begin(Fetch(change.key, "", self._fetcher.fetch(change.key), is_refresh=True))
-            # An adapter that a client has sent or unloaded meanwhile is newer than the change.
+            fetch = self._begin(Fetch(change.key, "", self._fetcher.fetch(change.key), stale_digest=present))
+            # An adapter that a client has unloaded meanwhile stays away until somebody asks for it.
             fetch.add(Expectation(replaced=present))
+
+    def _forget_paths(self, key: AdapterKey) -> None:
+        """What was read at paths that may lead to a changed folder is to be read again."""
+        parts = PurePosixPath(str(key)).parts
+        self._read_at = {
+            task_id: read
+            for task_id, read in self._read_at.items()
+            if PurePosixPath(read[0]).parts[-len(parts) :] != parts
+        }
 
     def _note_failure(self, key: AdapterKey, reason: object) -> None:
         self._num_failures += 1
@@ -316,7 +331,7 @@ class RemoteAdapters:
             error = InternalError(f"{type(error).__name__}: {one_line(str(error), 200)}")
         if fetch.set_digest:
             return error
-        if isinstance(error, _MISSES) and not (fetch.is_refresh and isinstance(error, AdapterConflict)):
+        if isinstance(error, _MISSES) and not (fetch.stale_digest and isinstance(error, AdapterConflict)):
             # Told to the client, and neither to the log nor to the events.
             self._num_misses += 1
             return error

@@ -179,13 +179,14 @@ def test_what_a_client_did_after_a_folder_changed_stays(is_uploaded: bool) -> No
     world.upload("x", packed(1))
     world.fetcher.tell_change(FolderChange(key("x")))
     assert list(world.remote.poll()) == []
+    future = world.fetcher.begin()
     if is_uploaded:
         world.upload("x", packed(3))
     else:
         world.loras.unload(task_id_of("x"))
-    assert list(world.remote.poll()) == []
-    world.fetcher.begin().set_result(FetchedAdapter(packed(2), "x"))
-    assert len(list(world.remote.poll())) == 1
+    assert len(list(world.remote.poll())) == is_uploaded, "of use to nobody"
+    future.set_result(FetchedAdapter(packed(2), "x"))
+    assert len(list(world.remote.poll())) == (not is_uploaded)
     assert world.loras.inventory.digest(task_id_of("x")) == (packed(3).digest if is_uploaded else "")
     assert "fetch_failed" not in kinds_of_events(world)
 
@@ -202,6 +203,37 @@ def test_a_request_that_comes_after_an_unload_takes_the_version_that_is_on_its_w
     assert list(world.remote.poll()) == [fetch]
     fetch.check(wanted)
     assert world.loras.inventory.digest(task_id_of("x")) == packed(2).digest
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_what_a_client_sends_after_a_folder_changed_answers_a_request_that_waits_for_the_folder(is_read: bool) -> None:
+    world = World(on_conflict="replace")
+    world.upload("x", packed(1))
+    world.fetcher.tell_change(FolderChange(key("x")))
+    assert list(world.remote.poll()) == []
+    world.loras.unload(task_id_of("x"))
+    fetch = world.remote.fetch(key("x"))
+    future = world.fetcher.begin()
+    if is_read:
+        future.set_result(FetchedAdapter(packed(2), "x"))
+    world.upload("x", packed(3))
+    assert list(world.remote.poll()) == [fetch]
+    fetch.check(Expectation())
+    assert world.loras.inventory.digest(task_id_of("x")) == packed(3).digest
+    assert not world.remote.is_busy
+
+
+@pytest.mark.parametrize(("path", "is_there"), [("/a/owner/x", True), ("/a/owner/x/", True), ("/a/owner/y", False)])
+def test_what_was_read_at_a_path_is_compared_again_after_a_watched_folder_changed(path: str, is_there: bool) -> None:
+    world = World()
+    world.remote.fetch(AdapterKey(7), path=path)
+    world.fetcher.begin().set_result(FetchedAdapter(packed(1), ""))
+    assert len(list(world.remote.poll())) == 1
+    for reason, is_known in [("half of it", True), ("", not is_there)]:
+        assert world.remote.has_from(7, path)
+        world.fetcher.tell_change(FolderChange(key("owner/x"), reason))
+        assert list(world.remote.poll()) == []
+        assert world.remote.has_from(7, path) == is_known
 
 
 def test_a_folder_that_changes_during_its_fetch_is_fetched_once_more() -> None:
