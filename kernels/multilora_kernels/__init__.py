@@ -5,8 +5,8 @@ Public, by purpose:
 - adapters: `LoRATables` say where every adapter's weights lie. `lora_segments` makes the `LoRASegments` once a step:
   which tokens belong to which adapter. `lora_shrink` and `lora_expand` are called once for each fused linear;
   `lora_apply` is both in one call, `updated` is a product of the base with both, `lora_linear` the same of one linear,
-  and `lora_embedding` is the first half for embeddings. `TokenRowTables` of `TokenRows` are an adapter's own rows of
-  embeddings and head.
+  `activated` that of gate and up with their activation for rows by themselves, and `lora_embedding` is the first half
+  for embeddings. `TokenRowTables` of `TokenRows` are an adapter's own rows of embeddings and head.
 - base weights: `PackedWeight`, used by `packed_linear` and `packed_embedding`, with inputs of `activation_dtype`.
   `HugePages` is their memory; `MemoryAhead` takes that memory before it is used.
 - quantised base weights: `QuantizedWeight` of a `CodeType`, used by `quantized_linear`, `quantized_lora_linear` and
@@ -49,7 +49,7 @@ self_test, comparisons                     the GPU operators compared with the r
 """
 
 from multilora_kernels.adapter_order import has_own_order, order_codes
-from multilora_kernels.apply import lora_apply, updated
+from multilora_kernels.apply import activated, lora_apply, updated
 from multilora_kernels.attention import (
     AttentionOptions,
     PagedSequences,
@@ -123,6 +123,7 @@ __all__ = [
     "StepInputs",
     "TokenRowTables",
     "TokenRows",
+    "activated",
     "activation_dtype",
     "add_layer_norm",
     "add_rms_norm",

@@ -1,4 +1,4 @@
-"""`lora_apply`: a whole batched LoRA update of one fused linear."""
+"""`lora_apply`: a whole batched LoRA update of one fused linear; `updated` and `activated`: with the base's product."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from multilora_kernels.dispatch import operator
-from multilora_kernels.expand import lora_expand
+from multilora_kernels.expand import lora_expand, lora_expand_activated
 from multilora_kernels.interpreter import has_gpu_operators
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.shrink import lora_shrink
@@ -52,3 +52,17 @@ def updated(
         y = product()
         lora_apply(x, y, tables, first_slice, slice_sizes, segments)
     return y if bias is None else y.add_(bias)
+
+
+def activated(
+    product: Callable[[], torch.Tensor],
+    x: torch.Tensor,
+    tables: LoRATables,
+    first_slice: int,
+    size: int,
+    segments: LoRASegments,
+    activation: str,
+) -> torch.Tensor:
+    """activation(gate) * up of gate and up, side by side, as `updated` has them; see `lora_expand_activated`."""
+    v, gate_up = beside(partial(lora_shrink, x, tables, first_slice, 2, segments), product, x.device)
+    return lora_expand_activated(v, gate_up, tables, first_slice, size, segments, activation)

@@ -17,7 +17,7 @@ from multilora_kernels.adapter_quantization import reference_a, reference_b
 from multilora_kernels.apply import lora_apply
 from multilora_kernels.attention import AttentionOptions, PagedSequences, paged_attention, rotary_attention
 from multilora_kernels.elementwise import add_layer_norm, add_rms_norm, gelu, gelu_tanh, gelu_tanh_mul, silu_mul
-from multilora_kernels.expand import lora_expand
+from multilora_kernels.expand import lora_expand, lora_expand_activated
 from multilora_kernels.experts import expert_mlp, route
 from multilora_kernels.huge_pages import HugePages
 from multilora_kernels.kv_rows import LARGEST_CODES, KVCodes, KVRows, copy_slots, load_rows, quantize_rows
@@ -135,6 +135,13 @@ def _of_adapters(shapes: OperatorShapes) -> Iterator[Comparison]:
         yield Comparison("lora_shrink", described, partial(_compare_shrink, batch))
         yield Comparison("lora_expand", described, partial(_compare_expand, batch))
         yield Comparison("lora_apply", described, partial(_compare_apply, batch))
+    for rows, activation in itertools.product(of_rows, ("silu", "gelu_tanh")):
+        described = (
+            f"{activation}, outputs {shapes.mlp_size}, {rows} rows, "
+            f"ranks {_ranks(shapes)}, {shapes.dtype}, {shapes.lora_dtype}"
+        )
+        batch = partial(_LoRABatch, shapes, shapes.hidden_size, (shapes.mlp_size,) * 2, rows, ROWS)
+        yield Comparison("lora_expand_activated", described, partial(_compare_activated, batch, activation))
     for rows in (shapes.num_rows, *_SEGMENTED_ROWS):
         yield Comparison("lora_segments", f"{rows} rows", partial(_compare_segments, rows))
 
@@ -657,6 +664,17 @@ def _compare_expand(make: Callable[[torch.Generator], _LoRABatch], generator: to
     lora_expand(batch.v, actual, batch.placed, *arguments)
     reference.lora_expand(batch.v.double(), expected, batch.tables, *arguments)
     return actual, expected, TOLERANCES[batch.dtype]
+
+
+def _compare_activated(
+    make: Callable[[torch.Generator], _LoRABatch], activation: str, generator: torch.Generator
+) -> Results:
+    batch = make(generator)
+    arguments = (0, batch.slice_sizes[0], batch.segments, activation)
+    actual = lora_expand_activated(batch.v, batch.y.clone(), batch.placed, *arguments)
+    expected = reference.lora_expand_activated(batch.v.double(), batch.y.double(), batch.tables, *arguments)
+    # Gates and ups have the type of y before their product.
+    return actual, expected, 2 * TOLERANCES[batch.dtype]
 
 
 def _compare_apply(make: Callable[[torch.Generator], _LoRABatch], generator: torch.Generator) -> Results:

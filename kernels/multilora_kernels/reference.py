@@ -32,6 +32,7 @@ __all__ = [
     "gelu_tanh_mul",
     "lora_apply",
     "lora_expand",
+    "lora_expand_activated",
     "lora_shrink",
     "magnitude_of",
     "matrix_a",
@@ -84,6 +85,20 @@ def lora_expand(
                     out *= magnitude.to(v.dtype)
                 y[tokens, start : start + size] = out.to(y.dtype)
             start += size
+
+
+def lora_expand_activated(
+    v: torch.Tensor,
+    gate_up: torch.Tensor,
+    tables: LoRATables,
+    first_slice: int,
+    size: int,
+    segments: LoRASegments,
+    activation: str,
+) -> torch.Tensor:
+    """`lora_expand`, then `silu_mul` or `gelu_tanh_mul`; see `expand.lora_expand_activated`."""
+    lora_expand(v, gate_up, tables, first_slice, (size, size), segments)
+    return {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}[activation](gate_up)
 
 
 def lora_apply(

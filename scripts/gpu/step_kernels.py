@@ -31,7 +31,9 @@ from benchmarks.lora_workloads import Step
 from benchmarks.machine_limits import Clock, Limits
 from gpu.machine import Machine, Row
 from gpu.model_steps import RANK, Workbench
+from multilora_kernels import step_segments
 from multilora_kernels.adapter_codes import CODE_BITS
+from multilora_kernels.segments import ROWS
 
 _REPLAYS = 5
 
@@ -98,12 +100,15 @@ def work_of_a_step(bench: Workbench, num_sequences: int, num_adapters: int) -> l
     of_rank = num_adapters * RANK * CODE_BITS.get(dtype, 8 * dtype.itemsize) / 8
     v = 4 * rows * RANK
     products, shrinks, expands, updates = [], [], [], []
+    mapping = torch.zeros(rows, dtype=torch.int64, device=bench.device)
+    is_activated = num_adapters > 0 and step_segments(mapping, bench.tables, has_prompts=False).chunk_size == ROWS
     for name, inputs, outputs, slices in linears:
         x, y = size * rows * inputs, size * rows * outputs
         a, b = of_rank * inputs * slices, of_rank * outputs
         products.append((name, size * inputs * outputs + x + y))
         shrinks.append((name, a + x + v * slices))
-        expands.append((name, b + v * slices + 2 * y))
+        # The activations, half as many as gates and ups, are written in their place.
+        expands.append((name, b + v * slices + y * (1.5 if is_activated and name == "gate_up" else 2)))
         updates.append((name, a + b + x + 2 * y))
     head = ("head", size * (hidden * config.vocab_size + rows * (hidden + config.vocab_size)))
     keys_and_values = 2 * rows * bench.sizes.context * kv * size
@@ -119,7 +124,7 @@ def work_of_a_step(bench: Workbench, num_sequences: int, num_adapters: int) -> l
         Work("adapters", r"^update\w*_kernel", updates * layers),
         Work("attention", r"decode\w*_kernel", [attention] * layers),
         Work("rest", r"norm_kernel", [norm] * (2 * layers + 1)),
-        Work("rest", r"^activation_kernel", [activation] * layers),
+        Work("rest", r"^activation_kernel", [] if is_activated else [activation] * layers),
         Work("rest", r"segment_kernel", [("lists of rows", 16 * rows)]),
     ]
 

@@ -30,6 +30,7 @@ from multilora_kernels import (
 )
 from multilora_kernels.adapter_codes import CODE_BITS
 from multilora_kernels.cpu.build import load_library
+from multilora_kernels.expand import lora_expand_activated
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -60,6 +61,7 @@ class Implementation:
     gelu_tanh_mul: Callable[..., torch.Tensor] = gelu_tanh_mul
     gelu_tanh: Callable[..., torch.Tensor] = gelu_tanh
     gelu: Callable[..., torch.Tensor] = gelu
+    lora_expand_activated: Callable[..., torch.Tensor] = lora_expand_activated
 
     def place(self, case: Case) -> Case:
         """A case as the operators take it."""

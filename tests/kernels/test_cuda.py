@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -276,6 +277,57 @@ def test_rows_by_themselves_are_those_of_the_reference(implementation, shape, lo
     torch.testing.assert_close(v.sum(0).cpu()[defined].double(), expected_v[0][defined], rtol=rtol, atol=atol)
     rtol, atol = TOLERANCES[dtype]
     torch.testing.assert_close(y.double(), case.expected_y(expected_v), rtol=rtol, atol=atol)
+
+
+def _gate_up(inner: int, in_features: int = 77) -> LinearShape:
+    """Gate and up behind another slice, of which they know nothing."""
+    return LinearShape(in_features, (5, inner, inner))
+
+
+def _activate(implementation, case: Case, activation: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """v, the activations, and those of `lora_expand` and the operator after it."""
+    on_device, (_, inner, _) = implementation.place(case), case.shape.slice_sizes
+    v = implementation.lora_shrink(on_device.x, on_device.tables, 1, 2, on_device.segments)
+    together, apart = (on_device.y[:, 5:].contiguous() for _ in range(2))
+    arguments = (1, inner, on_device.segments, activation)
+    actual = implementation.lora_expand_activated(v, together, on_device.tables, *arguments)
+    implementation.lora_expand(v, apart, on_device.tables, 1, (inner, inner), on_device.segments)
+    return v, actual, getattr(implementation, f"{activation}_mul")(apart)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    ("shape", "lora_dtype", "dtype"),
+    [
+        (_gate_up(33), torch.float32, torch.float32),
+        (_gate_up(33), torch.bfloat16, torch.float32),
+        *[(_gate_up(33), lora_dtype, torch.float32) for lora_dtype in CODES],
+        (_gate_up(530), torch.bfloat16, torch.bfloat16),
+        (_gate_up(530), torch.uint8, torch.bfloat16),
+        (_gate_up(1), torch.float16, torch.float16),
+        (_gate_up(40, 2500), torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_rows_with_their_activation_are_those_of_two_operators(implementation, shape, lora_dtype, dtype, activation):
+    case = _rows(make_case("distinct", 14, shape, (*_ROW_RANKS, 0, 0), lora_dtype, dtype, magnitudes=True))
+    has = case.touched()[1:]
+    assert {tuple(each) for each in has.T.tolist()} == set(itertools.product((False, True), repeat=2))
+    v, actual, apart = _activate(implementation, case, activation)
+    assert torch.equal(actual, apart)
+    expected, on_cpu = case.y[:, 5:].double(), v.sum(0, keepdim=True).cpu().double()
+    arguments = (1, shape.slice_sizes[1], case.segments, activation)
+    expected = reference.lora_expand_activated(on_cpu, expected, case.tables, *arguments)
+    rtol, atol = (2 * tolerance for tolerance in TOLERANCES[dtype])
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("lora_dtype", [torch.bfloat16, *CODES])
+def test_a_row_with_its_activation_has_the_same_bits_alone_and_among_others(implementation, lora_dtype):
+    case = make_case("distinct", 12, _gate_up(40), (1, 8, 0, 17, 16), lora_dtype, magnitudes=True, base_share=0.3)
+    _, together, _ = _activate(implementation, _rows(case), "silu")
+    for tokens in (torch.tensor([0]), torch.tensor([11]), torch.arange(1, 12, 5).flip(0)):
+        assert torch.equal(_activate(implementation, _rows(case, tokens), "silu")[1], together[tokens])
 
 
 @pytest.mark.parametrize("lora_dtype", CODES)

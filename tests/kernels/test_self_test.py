@@ -197,6 +197,7 @@ def _touches_other_logits(right):
         ("forbid_tokens", _touches_other_logits, ""),
         ("lora_segments", _wrong_for(lambda mapping: len(mapping) > 2048), "2100 rows"),
         ("lora_shrink", _wrong_for(lambda x: len(x) == 7), " 7 rows (in chunks|by themselves)"),
+        ("lora_expand_activated", _wrong_for(lambda v: v.shape[2] == 7), "(silu|gelu_tanh), outputs 72, 7 rows"),
         ("quantized_linear", _wrong_for(lambda x: len(x) < 5), "in groups of"),
         ("rotary_attention", _without_pairs, "6 turned in pairs"),
         ("rotary_attention", _turns_all, "(6|0) turned"),

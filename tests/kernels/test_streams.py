@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from support.gpu_path import kernels_by_plain_torch
 from support.lora_cases import FUSED, Case, make_case
 from support.recorded_graph import record
 
-from multilora_kernels import PackedWeight, lora_linear, streams
+from benchmarks.lora_workloads import LinearShape
+from multilora_kernels import PackedWeight, activated, lora_linear, packed_linear, streams
+from multilora_kernels.segments import rows_of
 
 CPU = torch.device("cpu")
+SQUARE = LinearShape(in_features=40, slice_sizes=(40, 40))
 
 
 def _linears(case: Case, weights: list[PackedWeight], x: torch.Tensor, out: torch.Tensor) -> None:
@@ -21,17 +27,32 @@ def _linears(case: Case, weights: list[PackedWeight], x: torch.Tensor, out: torc
     out.copy_(y)
 
 
-def _replayed(monkeypatch: pytest.MonkeyPatch, is_second_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _activations(case: Case, weights: list[PackedWeight], x: torch.Tensor, out: torch.Tensor) -> None:
+    """Two linears of gate and up, the second of the activations of the first."""
+    for weight in weights:
+        product = partial(packed_linear, x, weight)
+        y = activated(product, x, case.tables, 0, SQUARE.slice_sizes[0], rows_of(case.mapping), "silu")
+        x = y.tanh()
+    out.copy_(y)
+
+
+def _replayed(
+    monkeypatch: pytest.MonkeyPatch,
+    is_second_first: bool,
+    layers: Callable[..., None] = _linears,
+    shape: LinearShape = FUSED,
+    num_outputs: int = FUSED.out_features,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The result of new inputs by a replay, and by the operators one after the other."""
     kernels_by_plain_torch(monkeypatch)
-    case = make_case("distinct", 6, FUSED)
-    rows = torch.randn(2, FUSED.out_features, FUSED.in_features)
-    weights = [PackedWeight(weight, FUSED.out_features) for weight in rows]
-    x, out, expected = torch.randn(6, FUSED.in_features), *torch.empty(2, 6, FUSED.out_features)
-    replay = record(lambda: _linears(case, weights, x, out), is_second_first=is_second_first)
-    x.copy_(torch.randn(6, FUSED.in_features))
+    case = make_case("distinct", 6, shape)
+    rows = torch.randn(2, shape.out_features, shape.in_features)
+    weights = [PackedWeight(weight, shape.out_features) for weight in rows]
+    x, out, expected = torch.randn(6, shape.in_features), *torch.empty(2, 6, num_outputs)
+    replay = record(lambda: layers(case, weights, x, out), is_second_first=is_second_first)
+    x.copy_(torch.randn(6, shape.in_features))
     replay()
-    _linears(case, weights, x, expected)
+    layers(case, weights, x, expected)
     return out, expected
 
 
@@ -40,6 +61,7 @@ def test_a_replay_gives_the_same_whether_the_second_stream_is_early_or_late(
     monkeypatch: pytest.MonkeyPatch, is_second_first: bool
 ) -> None:
     assert torch.equal(*_replayed(monkeypatch, is_second_first))
+    assert torch.equal(*_replayed(monkeypatch, is_second_first, _activations, SQUARE, SQUARE.in_features))
 
 
 @pytest.mark.parametrize(("waits_kept", "is_second_first"), [(0, True), (1, False)])

@@ -169,15 +169,22 @@ def shrink_resources(
 
 
 def expand_resources(
-    shape: LinearShape, chunk_size: int, max_rank: int, dtype: str, capability: int, codes: str = ""
+    shape: LinearShape,
+    chunk_size: int,
+    max_rank: int,
+    dtype: str,
+    capability: int,
+    codes: str = "",
+    activation: str | None = None,
 ) -> Resources:
-    """`lora_expand` of a linear; arguments as of `shrink_resources`."""
+    """`lora_expand` of a linear, or with an activation `lora_expand_activated`; the rest as of `shrink_resources`."""
     parts = num_parts(shape.in_features, 1)
     sizes = block_sizes("expand", chunk_size, max_rank, capability, shape.out_features, _NUM_ROWS)
     if chunk_size == ROWS:
         of_rows = expand_rows_constants(
-            parts, shape.slice_sizes, dtype == "fp32" and not codes, sizes, CODE_BITS.get(codes, 0)
+            parts, shape.slice_sizes, dtype == "fp32" and not codes, sizes, CODE_BITS.get(codes, 0), activation
         )
+        of_rows |= {} if activation else {"out_ptr": None}
         return _resources(expand_rows_kernel, of_rows, dtype, capability, _CODE_ARENA.get(codes, _NO_POINTERS))
     constants = expand_constants(parts, shape.slice_sizes, chunk_size, sizes, CODE_BITS.get(codes, 0))
     return _resources(expand_kernel, constants, dtype, capability, _CODE_ARENA.get(codes, _NO_POINTERS))

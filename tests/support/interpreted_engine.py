@@ -27,6 +27,7 @@ from multilora_wire.module_names import (
     CROSS_Q,
     CROSS_V,
     MLP_4H_TO_H,
+    MLP_H_TO_4H,
     MOE_4H_TO_H,
     MOE_H_TO_4H,
     MOE_ROUTER,
@@ -39,7 +40,7 @@ from support.adapters import wire_adapter
 from support.engines import run_all
 
 _RANKS = (3, 8)
-_OF_LAYERS = (ATTN_Q, ATTN_DENSE, CROSS_Q, CROSS_V, MLP_4H_TO_H)
+_OF_LAYERS = (ATTN_Q, ATTN_DENSE, CROSS_Q, CROSS_V, MLP_H_TO_4H, MLP_4H_TO_H)
 _OF_EXPERTS = (MOE_H_TO_4H, MOE_4H_TO_H, MOE_ROUTER, SHARED_EXPERT_GATE, SHARED_UP)
 _ADAPTED = _OF_LAYERS + _OF_EXPERTS
 """Modules that adapters change, where layers have them."""

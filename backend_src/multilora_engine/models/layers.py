@@ -30,6 +30,7 @@ from multilora_kernels import (
     route,
     silu_mul,
 )
+from multilora_kernels.segments import ROWS
 from multilora_wire.sites import GATED_MLP, PLAIN_MLP
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -181,10 +182,17 @@ class GatedMLP:
         gate, up, down = linears
         self.gate_up = builder.linear([gate, up], config.mlp_bias, stored_as)
         self.down = builder.linear([down], config.mlp_bias)
+        self._activation = config.activation
         self._product = _PRODUCTS[config.activation]
 
     def forward(self, x: torch.Tensor, lora: LoRABatch | None) -> torch.Tensor:
-        return self.down.forward(self._product(self.gate_up.forward(x, lora)), lora)
+        return self.down.forward(self._activated(x, lora), lora)
+
+    def _activated(self, x: torch.Tensor, lora: LoRABatch | None) -> torch.Tensor:
+        # A GPU updates few rows and activates them in one launch, which neither adds a bias nor writes gate and up.
+        if lora is not None and lora.segments.chunk_size == ROWS and self.gate_up.bias is None:
+            return self.gate_up.forward_activated(x, lora, self._activation)
+        return self._product(self.gate_up.forward(x, lora))
 
 
 class PlainMLP:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from multilora_engine.batch.forward_batch import LoRABatch
+from multilora_engine.models.model_config import Activation
 from multilora_engine.models.weights import Destination, LinearWeight, StoredPart, VectorPlace
-from multilora_kernels import PackedLayerLinear
+from multilora_kernels import PackedLayerLinear, activated
 from multilora_wire.sites import AdapterSite
 
 
@@ -31,6 +33,13 @@ class LoRALinear:
         if lora is None:
             return self.weight.product(x, self.bias)
         return self.weight.product_with_adapters(x, self.bias, self.first_column, self.slice_sizes, lora)
+
+    def forward_activated(self, x: torch.Tensor, lora: LoRABatch, activation: Activation) -> torch.Tensor:
+        """activation(gate) * up, where the slices are these two, there is no bias, and rows are by themselves."""
+        size, _ = self.slice_sizes
+        assert self.bias is None
+        product = partial(self.weight.product, x, None)
+        return activated(product, x, lora.tables, self.first_column, size, lora.segments, activation)
 
     def packed(self) -> PackedLayerLinear | None:
         """The linear for a whole layer in one call, where its format has one."""

@@ -157,6 +157,15 @@ def activation_kernel(
     mask = columns < size
     first = x_ptr + row * size * (2 if IS_GATED else 1)
     x = tl.load(first + columns, mask=mask, other=0.0).to(tl.float32)
+    y = activation_of(x, FUNCTION)
+    if IS_GATED:
+        y *= tl.load(first + size + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * size + columns, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def activation_of(x, FUNCTION: tl.constexpr):
+    """The function of x, float32. FUNCTION: of `activation_constants`."""
     if FUNCTION == "gelu":
         y = x * (0.5 + 0.5 * tl.erf(x * 0.7071067811865476))
     elif FUNCTION == "gelu_tanh":
@@ -164,6 +173,4 @@ def activation_kernel(
         y = x * tl.sigmoid(x * (1.5957691216 + 0.0713548163 * x * x))
     else:
         y = x * tl.sigmoid(x)
-    if IS_GATED:
-        y *= tl.load(first + size + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * size + columns, y.to(out_ptr.dtype.element_ty), mask=mask)
+    return y

@@ -1,4 +1,6 @@
-"""`lora_expand` of steps without prompts on a GPU, in OpenAI Triton: as `shrink_rows`, each row by itself."""
+"""`lora_expand` and `lora_expand_activated` of steps without prompts on a GPU, in OpenAI Triton: as `shrink_rows`, each
+row by itself.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,26 @@ from multilora_kernels.cuda.codes import (
     panel_codes,
 )
 from multilora_kernels.cuda.dependent_launch import launches_dependently
+from multilora_kernels.cuda.elementwise import activation_of
 from multilora_kernels.cuda.integers import cdiv, next_power_of_2
-from multilora_kernels.segments import LoRASegments
+from multilora_kernels.segments import ROWS, LoRASegments
 from multilora_kernels.tables import LoRATables
+
+
+def lora_expand_activated(
+    v: torch.Tensor,
+    gate_up: torch.Tensor,
+    tables: LoRATables,
+    first_slice: int,
+    size: int,
+    segments: LoRASegments,
+    activation: str,
+) -> torch.Tensor:
+    """See `multilora_kernels.expand.lora_expand_activated`."""
+    assert segments.chunk_size == ROWS
+    out = gate_up.new_empty(len(gate_up), size)
+    expand_rows(v, gate_up, tables, first_slice, (size, size), segments, activation=activation, out=out)
+    return out
 
 
 def expand_rows(
@@ -36,19 +55,24 @@ def expand_rows(
     slice_sizes: Sequence[int],
     segments: LoRASegments,
     sizes: BlockSizes | None = None,
+    activation: str | None = None,
+    out: torch.Tensor | None = None,
 ) -> None:
-    """`lora_expand` of segments that are rows. sizes: to try others than the table's."""
+    """`lora_expand` of segments that are rows. sizes: to try others than the table's.
+
+    With an activation the slices are gate and up, `out` gets the activations, and y stays as it is.
+    """
     assert y.stride(1) == 1
     shape = (segments.chunk_size, tables.max_rank, capability(y.device), sum(slice_sizes), len(y))
     code_bits = CODE_BITS.get(tables.arena.dtype, 0)
     is_wide = tables.arena.dtype == torch.float32
     sizes = sizes or block_sizes("expand", *shape)
-    constants = expand_rows_constants(v.shape[0], slice_sizes, is_wide, sizes, code_bits)
-    num_blocks = sum(cdiv(size, constants["BLOCK_N"]) for size in slice_sizes)
+    constants = expand_rows_constants(v.shape[0], slice_sizes, is_wide, sizes, code_bits, activation)
     # Rows that share an adapter read one place of it side by side.
-    expand_rows_kernel[len(y), num_blocks](
+    expand_rows_kernel[len(y), expand_rows_blocks(constants)](
         v,
         y,
+        out,
         arena_of_kernels(tables.arena),
         tables.rank,
         tables.b_offset,
@@ -66,16 +90,30 @@ def expand_rows(
 
 
 def expand_rows_constants(
-    parts: int, slice_sizes: Sequence[int], is_wide: bool, sizes: BlockSizes, code_bits: int = 0
+    parts: int,
+    slice_sizes: Sequence[int],
+    is_wide: bool,
+    sizes: BlockSizes,
+    code_bits: int = 0,
+    activation: str | None = None,
 ) -> dict[str, Any]:
-    """The constants and options of the kernel; arguments as of `shrink_rows_constants`."""
+    """The constants and options of the kernel. activation: as of `activation_constants`, or None. The rest as of
+    `shrink_rows_constants`.
+    """
     return sizes | {
         "NUM_PARTS": parts,
         "BLOCK_P": next_power_of_2(parts),
         "SLICE_SIZES": tuple(slice_sizes),
         "BLOCK_N": sizes["BLOCK_N"] // (2 if is_wide else 1),
         "CODE_BITS": code_bits,
+        "ACTIVATION": activation,
     }
+
+
+def expand_rows_blocks(constants: dict[str, Any]) -> int:
+    """The programs of a row."""
+    slice_sizes, block = constants["SLICE_SIZES"], constants["BLOCK_N"]
+    return sum(cdiv(size, block) for size in (slice_sizes[:1] if constants["ACTIVATION"] else slice_sizes))
 
 
 # As in `shrink_kernel`.
@@ -83,6 +121,7 @@ def expand_rows_constants(
 def expand_rows_kernel(
     v_ptr,
     y_ptr,
+    out_ptr,
     arena_ptr,
     rank_ptr,
     b_offset_ptr,
@@ -100,28 +139,80 @@ def expand_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     CODE_BITS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     LAUNCHES_DEPENDENTS: tl.constexpr,
 ):
-    """One program: a row, BLOCK_N outputs of one slice, all ranks."""
+    """One program: a row, BLOCK_N outputs of one slice, all ranks; with an activation, the same of gate and of up."""
     if LAUNCHES_DEPENDENTS:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     lora_index = tl.load(mapping_ptr + row)
-    if lora_index < 0:
-        return
-    slice_index, slice_start, slice_size, first_output = locate(tl.program_id(1), SLICE_SIZES, BLOCK_N)
-    column = lora_index.to(tl.int64) * num_columns + first_slice + slice_index
-    # All at once: loads one after another would take as long as the work.
-    rank = tl.load(rank_ptr + column)
-    offset = tl.load(b_offset_ptr + column)
-    magnitude_offset = tl.load(magnitude_offset_ptr + column)
+    column = lora_index.to(tl.int64) * num_columns + first_slice
+    y_row = y_ptr + row * stride_ym
+    v_row = v_ptr + row * stride_vm
+    if ACTIVATION is None:
+        if lora_index < 0:
+            return
+        slice_index, slice_start, slice_size, first_output = locate(tl.program_id(1), SLICE_SIZES, BLOCK_N)
+        # All at once: loads one after another would take as long as the work.
+        rank = tl.load(rank_ptr + column + slice_index)
+        offset = tl.load(b_offset_ptr + column + slice_index)
+        magnitude_offset = tl.load(magnitude_offset_ptr + column + slice_index)
+        outputs = first_output + tl.arange(0, BLOCK_N)
+        mask = outputs < slice_size
+        places = y_row + slice_start + outputs
+        total = tl.load(places, mask=mask, other=0.0).to(tl.float32)
+        if rank == 0:
+            return
+        total = _updated(
+            total, v_row + slice_index * stride_vs, arena_ptr, rank, offset, magnitude_offset, first_output, slice_size,
+            stride_vp, NUM_PARTS, BLOCK_P, BLOCK_N, BLOCK_R, CODE_BITS,
+        )  # fmt: skip
+        tl.store(places, total.to(y_ptr.dtype.element_ty), mask=mask)
+    else:
+        size: tl.constexpr = SLICE_SIZES[0]
+        first_output = tl.program_id(1) * BLOCK_N
+        outputs = first_output + tl.arange(0, BLOCK_N)
+        mask = outputs < size
+        up = tl.zeros((BLOCK_N,), dtype=y_ptr.dtype.element_ty)
+        gate = up
+        # In one loop: with code for each, or numbers kept from one for the other, a thread takes more registers.
+        for slice_index in tl.range(0, 2, disable_licm=True):
+            gate = up
+            rank = tl.load(rank_ptr + column + slice_index, mask=lora_index >= 0, other=0)
+            offset = tl.load(b_offset_ptr + column + slice_index, mask=lora_index >= 0, other=0)
+            magnitude_offset = tl.load(magnitude_offset_ptr + column + slice_index, mask=lora_index >= 0, other=-1)
+            total = tl.load(y_row + slice_index * size + outputs, mask=mask, other=0.0).to(tl.float32)
+            if rank > 0:
+                total = _updated(
+                    total, v_row + slice_index * stride_vs, arena_ptr, rank, offset, magnitude_offset, first_output,
+                    size, stride_vp, NUM_PARTS, BLOCK_P, BLOCK_N, BLOCK_R, CODE_BITS,
+                )  # fmt: skip
+            # Rounded, as if it were stored and loaded again.
+            up = total.to(y_ptr.dtype.element_ty)
+        product = activation_of(gate.to(tl.float32), ACTIVATION) * up.to(tl.float32)
+        tl.store(out_ptr + row * size + outputs, product.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _updated(
+    total,
+    v_row,
+    arena_ptr,
+    rank,
+    offset,
+    magnitude_offset,
+    first_output,
+    slice_size,
+    stride_vp,
+    NUM_PARTS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+):
+    """(total + B @ (sum over the parts of v)) * magnitude, for BLOCK_N outputs of a slice: float32."""
     outputs = first_output + tl.arange(0, BLOCK_N)
-    mask = outputs < slice_size
-    y_places = y_ptr + row * stride_ym + slice_start + outputs
-    total = tl.load(y_places, mask=mask, other=0.0).to(tl.float32)
-    if rank == 0:
-        return
-    v_row = v_ptr + slice_index * stride_vs + row * stride_vm
     # As in `expand_kernel`: with rank and place known to be multiples of so many, the loads are of 16 bytes.
     UNIT: tl.constexpr = 8 if CODE_BITS == 0 else 16
     if (rank % UNIT == 0) & (offset % UNIT == 0):
@@ -142,8 +233,8 @@ def expand_rows_kernel(
             stride_vp, NUM_PARTS, BLOCK_P, BLOCK_N, BLOCK_R if BLOCK_R < 4 else 4, CODE_BITS,
         )  # fmt: skip
     if magnitude_offset >= 0:
-        total *= load_magnitude(arena_ptr, magnitude_offset, outputs, mask, CODE_BITS)
-    tl.store(y_places, total.to(y_ptr.dtype.element_ty), mask=mask)
+        total *= load_magnitude(arena_ptr, magnitude_offset, outputs, outputs < slice_size, CODE_BITS)
+    return total
 
 
 @triton.jit
