@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.activations import SiLUActivation
+from transformers.core_model_loading import build_glob_alternation
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -50,8 +51,22 @@ def build_tree(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> 
             experts_implementation=EXPERTS,
             trust_remote_code=False,
         )
+    _widen(tree, dtype)
     tree.eval()
     return tree
+
+
+def _widen(tree: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give the tensors that transformers loads in float32 beside weights of `dtype` that type, as biases of routers.
+
+    Rounded to bfloat16, such a bias chooses other experts.
+    """
+    if not (kept := tree._get_dtype_plan(dtype)):
+        return
+    pattern, _, _ = build_glob_alternation(list(kept))
+    for name, tensor in (*tree.named_parameters(), *tree.named_buffers()):
+        if pattern.search(name):
+            tensor.data = tensor.data.float()
 
 
 def set_attention(tree: PreTrainedModel, attention: str) -> None:

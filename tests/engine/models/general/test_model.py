@@ -19,6 +19,7 @@ from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.general import modules, probe, trace
 from multilora_engine.models.general.model import GeneralModel
+from multilora_engine.models.general.tree import PAGED, build_tree, read_hf_config
 from multilora_engine.models.loader import load_model
 from multilora_engine.models.registry import read_model_config
 from multilora_engine.models.weights import Placement
@@ -160,6 +161,20 @@ def test_weights_and_arithmetic_of_bfloat16_pass_the_probe(model_type: str, tmp_
     model.save_pretrained(tmp_path)
     model = loaded(tmp_path, Placement(torch.bfloat16, torch.bfloat16, torch.device("cpu")))
     assert model.weight_bytes["bfloat16"] > model.weight_bytes.get("float32", 0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dtype"), [("dots1", torch.bfloat16), ("flint", torch.bfloat16), ("afmoe", torch.float16)]
+)
+def test_biases_of_routers_and_their_like_stay_float32_as_in_transformers(
+    model_type: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    _, path = saved(model_type, tmp_path)
+    expected = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    tree = build_tree(read_hf_config(path), dtype, PAGED)
+    types = [{name: x.dtype for name, x in model.state_dict().items()} for model in (tree, expected)]
+    assert types[0] == types[1]
+    assert torch.float32 in types[0].values()
 
 
 def test_tokens_and_log_probs_of_prompts_are_those_of_transformers(tmp_path: Path, default_model_dir: Path) -> None:
