@@ -206,6 +206,9 @@ def main(
     """Play the scenes, and show the sentence that each ends with."""
     if update_docs and only:
         raise typer.BadParameter("the table has all scenes; leave --only out")
+    names = [scene.lacks for scene in SCENES]
+    if unknown := [text for text in only or () if not any(text in name for name in names)]:
+        raise typer.BadParameter(f"the name of no scene has {', '.join(unknown)}; there are {', '.join(names)}")
     source = measured_source() if update_docs else ""
     with tempfile.TemporaryDirectory(prefix="multilora-first-") as temporary:
         try:

@@ -341,10 +341,13 @@ async def _break_engine(server: Served, layout: AdapterLayout, number: int, dead
         is_right = False
         while not is_right and time.monotonic() < deadline:
             try:
-                await _check_answer(client, number)
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await _check_answer(client, number)
                 is_right = server.engine_pid not in (pid, None)
             except MultiloraClientError as error:
                 errors[error.code] += 1
+            except TimeoutError:
+                errors["no answer"] += 1
             await asyncio.sleep(_ASK_INTERVAL_S)
     seconds, seen = time.monotonic() - broken, ", ".join(f"{count} {code}" for code, count in errors.items())
     assert is_right, f"no other engine has answered within {seconds:.0f} s; until then {seen or 'no error'}"

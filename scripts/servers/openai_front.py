@@ -14,6 +14,8 @@ import httpx2
 
 from multilora_wire.end_with_parent import end_with_parent
 
+_START_S = 60.0
+
 
 @contextmanager
 def started_openai_front(grpc_url: str, *options: str) -> Iterator[str]:
@@ -24,8 +26,10 @@ def started_openai_front(grpc_url: str, *options: str) -> Iterator[str]:
     command += [f"--url=grpc://{grpc_url}", *options]
     with subprocess.Popen(end_with_parent(command), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as front:
         try:
+            deadline = time.monotonic() + _START_S
             while not _answers(f"http://127.0.0.1:{port}/v1/models"):
                 assert front.poll() is None, "it said why"
+                assert time.monotonic() < deadline, f"the front does not answer after {_START_S:g} s"
                 time.sleep(0.1)
             yield f"127.0.0.1:{port}"
         finally:

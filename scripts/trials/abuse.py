@@ -99,6 +99,11 @@ def main(
 ) -> None:
     if update_docs and (attack or door):
         raise typer.BadParameter("--docs is for a run of every row; leave out --attack and --door")
+    titles, attacks = [scene.title for scene in SCENES], [name for scene in SCENES for name in scene.attacks]
+    if unknown := [title for title in door or () if title not in titles]:
+        raise typer.BadParameter(f"there is no door {', '.join(unknown)}; there are {', '.join(titles)}")
+    if unknown := [part for part in attack or () if not any(part in name for name in attacks)]:
+        raise typer.BadParameter(f"the name of no attack has {', '.join(unknown)}")
     source = measured_source() if update_docs else ""
     console = Console()
     checkpoint = model or ensure_default_checkpoint()

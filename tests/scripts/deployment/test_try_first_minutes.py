@@ -60,6 +60,8 @@ def test_the_page_tells_the_end_of_each_scene(tmp_path: Path, monkeypatch: pytes
     assert read_table(page, TABLE).endswith("\n\nBy a test.\n")
     with pytest.raises(try_first_minutes.typer.BadParameter, match="leave --only out"):
         main(only=["disk"], update_docs=True)
+    with pytest.raises(try_first_minutes.typer.BadParameter, match="the name of no scene has no-such; there are"):
+        main(only=["no-such"])
 
 
 def test_the_page_shows_every_scene_with_the_sentence_that_it_has_to_end_with() -> None:

@@ -113,11 +113,14 @@ def test_an_answer_of_an_earlier_version_is_wrong(is_right):
 
 
 class Breaking(Telling):
-    """It answers again, after so many errors, if ever, by an engine of the same number or of another one."""
+    """It answers again, after so many errors, if ever, by an engine of the same number or of another one.
+
+    next_pid: None for an engine that hangs.
+    """
 
     socket, grpc_url, token = Path("/"), "", ""
 
-    def __init__(self, num_errors: float, next_pid: int) -> None:
+    def __init__(self, num_errors: float, next_pid: int | None) -> None:
         super().__init__(is_right=True)
         self._errors_left, self._next_pid = num_errors, next_pid
         self.engine_pid: int | None = 7
@@ -131,13 +134,20 @@ class Breaking(Telling):
             self._errors_left -= 1
             raise MultiloraClientError("the engine is starting", code="UNAVAILABLE")
         self.engine_pid = self.engine_pid or self._next_pid
+        if self.engine_pid is None:
+            await asyncio.Event().wait()
         async for piece in super().ask(*asked, **options):
             yield piece
 
 
 @pytest.mark.parametrize(
     ("num_errors", "next_pid", "end"),
-    [(3, 8, "until then 3 UNAVAILABLE"), (math.inf, 8, "until then [0-9]+ UNAVAILABLE"), (1, 7, "until then 1 UNAV")],
+    [
+        (3, 8, "until then 3 UNAVAILABLE"),
+        (math.inf, 8, "until then [0-9]+ UNAVAILABLE"),
+        (1, 7, "until then 1 UNAVAILABLE"),
+        (1, None, "until then 1 UNAVAILABLE, 1 no answer"),
+    ],
 )
 def test_recovery_ends_with_the_answer_of_another_engine_or_with_its_time(monkeypatch, num_errors, next_pid, end):
     served = Breaking(num_errors, next_pid)

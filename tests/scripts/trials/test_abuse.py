@@ -71,6 +71,18 @@ def test_the_docs_show_attacks_that_there_are_each_once_in_their_order() -> None
     assert all(row in attacks for row in shown)  # which come after the row before
 
 
+@pytest.mark.parametrize(
+    ("chosen", "reason"),
+    [
+        ({"attack": [next(iter(SCENES[0].attacks))[:5], "no-such"]}, "of no attack has no-such"),
+        ({"door": ["prox"]}, "no door prox; there are proxy"),
+    ],
+)
+def test_an_attack_or_a_door_that_there_is_not_is_refused(chosen: dict[str, list[str]], reason: str) -> None:
+    with pytest.raises(abuse.typer.BadParameter, match=reason):
+        abuse.main(**chosen)
+
+
 def test_every_attack_can_be_handed_to_a_process_of_its_own() -> None:
     attacks = [attack for scene in SCENES for attack in scene.attacks.values()]
     assert all(pickle.loads(pickle.dumps(attack)) is attack for attack in attacks)
