@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
@@ -39,6 +41,9 @@ _logger = logging.getLogger(__name__)
 
 _MISSES = (AdapterConflict, AdapterNotFound, AdapterVersionChanged, AdapterVersionNotFound, PathNotCovered)
 """Errors that are no more than a client's mistake."""
+
+_MAX_REFRESHES = 2
+"""Changed folders that are read at once: threads are left for adapters that requests wait for."""
 
 _NUM_PATHS = 1024
 """How many adapters' paths are remembered before those of adapters that no tier has are forgotten."""
@@ -126,7 +131,8 @@ class RemoteAdapters:
     However many ask for an adapter, it is fetched once. When nobody waits for it any more, a fetch that has not begun
     is dropped; one that has is finished, since the client that gave up may ask again.
 
-    A cached adapter whose watched folder has changed is fetched again, and put as one that a client sends.
+    A cached adapter whose watched folder has changed is fetched again, and put as one that a client sends. So is an
+    adapter on disk whose folder has changed since it was used last, while no server was there to see it.
 
     load_seconds: from the first to ask for an adapter until it was there.
     """
@@ -147,12 +153,15 @@ class RemoteAdapters:
         self._num_failures = 0
         # Written by the thread that watches.
         self._changes: queue.SimpleQueue[FolderChange] = queue.SimpleQueue()
+        self._stale: OrderedDict[TaskId, AdapterKey] = OrderedDict()
         self.is_watching = fetcher is not None and fetcher.watch(self._changes.put)
+        known = loras.inventory.describe() if self.is_watching else []
+        self._used_s: dict[TaskId, float] = {info.lora_task_id: info.last_used_s for info in known if not info.tenant}
 
     @property
     def is_busy(self) -> bool:
         """Whether `poll` may have something to take up, now or later. A watched folder changes that at any time."""
-        return bool(self._fetches) or not self._changes.empty()
+        return bool(self._fetches or self._stale) or not self._changes.empty()
 
     @property
     def stats(self) -> TierStats:
@@ -235,6 +244,8 @@ class RemoteAdapters:
         """
         for _ in range(self._changes.qsize()):
             self._note_change(self._changes.get_nowait())
+        if self._stale:
+            self._refresh()
         for _ in range(self._to_take_up.qsize()):
             fetch = self._to_take_up.get_nowait()
             is_under_way = self._fetches.get(fetch.asked) is fetch
@@ -279,23 +290,29 @@ class RemoteAdapters:
         return self._loras.inventory.digest(fetch.task_id) not in ("", fetch.stale_digest)
 
     def _note_change(self, change: FolderChange) -> None:
-        """Fetch a cached adapter again, by its name as ever: the folder may be one that another source's hides.
-
-        An adapter that was read at the folder's path is compared again when a request has the path.
-        """
-        assert self._fetcher is not None
+        """An adapter that was read at the folder's path is compared again when a request has the path."""
         task_id = change.key.lora_task_id
-        present = self._loras.inventory.digest(task_id)
-        if not change.reason:
-            self._forget_paths(change.key)
         if change.reason:
             self._note_failure(change.key, change.reason)
-        elif (task_id, "") in self._fetches:
-            self._changes.put(change)  # That fetch may have read the version before.
-        elif present:
-            fetch = self._begin(Fetch(change.key, "", self._fetcher.fetch(change.key), stale_digest=present))
-            # An adapter that a client has unloaded meanwhile stays away until somebody asks for it.
-            fetch.add(Expectation(replaced=present))
+        elif change.changed_s is None or change.changed_s > self._used_s.get(task_id, math.inf):
+            self._forget_paths(change.key)
+            self._stale[task_id] = change.key
+
+    def _refresh(self) -> None:
+        """Fetch cached adapters again whose folders have changed, by their names as ever: a folder may be one that
+        another source's hides.
+        """
+        num_refreshes = sum(bool(fetch.stale_digest) for fetch in self._fetches.values())
+        for _ in range(min(len(self._stale), _MAX_REFRESHES - num_refreshes)):
+            task_id, key = self._stale.popitem(last=False)
+            present = self._loras.inventory.digest(task_id)
+            if (task_id, "") in self._fetches:
+                self._stale[task_id] = key  # That fetch may have read the version before.
+            elif present:
+                assert self._fetcher is not None
+                fetch = self._begin(Fetch(key, "", self._fetcher.fetch(key), stale_digest=present))
+                # An adapter that a client has unloaded meanwhile stays away until somebody asks for it.
+                fetch.add(Expectation(replaced=present))
 
     def _forget_paths(self, key: AdapterKey) -> None:
         """What was read at paths that may lead to a changed folder is to be read again."""

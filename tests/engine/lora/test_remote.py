@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections import Counter
@@ -36,6 +37,7 @@ from multilora_engine.errors import (
 from multilora_engine.lora import remote as remote_module
 from multilora_engine.lora.adapter_events import EventLog
 from multilora_engine.lora.device_tier import DeviceTier
+from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import PackedAdapter
@@ -81,9 +83,10 @@ class HeldFetcher:
 
 
 class World:
-    def __init__(self, num_pages: int = 8, on_conflict: str = "refuse") -> None:
+    def __init__(self, num_pages: int = 8, on_conflict: str = "refuse", disk: DiskTier | None = None) -> None:
         host = HostTier(num_pages, TINY.page_bytes)
-        self.loras = LoRAManager(host, DeviceTier(TINY, host.pool, host.pool, 4), on_conflict)  # type: ignore[arg-type]
+        device = DeviceTier(TINY, host.pool, host.pool, 4)
+        self.loras = LoRAManager(host, device, on_conflict, disk=disk)  # type: ignore[arg-type]
         self.fetcher = HeldFetcher()
         self.events: EventLog[AdapterEvent] = EventLog(100)
         self.remote = RemoteAdapters(self.loras, self.fetcher, self.events.append)  # type: ignore[arg-type]
@@ -248,6 +251,50 @@ def test_a_folder_that_changes_during_its_fetch_is_fetched_once_more() -> None:
     world.fetcher.begin().set_result(FetchedAdapter(packed(2), "x"))
     assert len(list(world.remote.poll())) == 1
     assert world.loras.inventory.digest(task_id_of("x")) == packed(2).digest
+
+
+@pytest.mark.parametrize("on_conflict", ["refuse", "replace"])
+def test_a_folder_that_was_exchanged_while_no_server_was_there_is_read_although_the_disk_has_its_adapter(
+    on_conflict: str, tmp_path: Path
+) -> None:
+    def world() -> World:
+        return World(on_conflict=on_conflict, disk=DiskTier(tmp_path, 1 << 20, TINY))
+
+    before = world()
+    for name in ("x", "y"):
+        before.loras.put(task_id_of(name), packed(1), name)
+    before.loras.close()
+    for file in tmp_path.iterdir():
+        os.utime(file, (9, 9))
+    after = world()
+    after.upload("z", packed(1))
+    for name, changed_s in (("x", 9.5), ("y", 9), ("z", 10)):
+        after.fetcher.tell_change(FolderChange(key(name), changed_s=changed_s))
+    assert list(after.remote.poll()) == []
+    assert [str(wanted) for wanted, _, _ in after.fetcher.fetches] == ["x"]
+    after.fetcher.begin().set_result(FetchedAdapter(packed(2), "x"))
+    assert len(list(after.remote.poll())) == 1
+    assert after.loras.inventory.digest(task_id_of("x")) == packed(1 if on_conflict == "refuse" else 2).digest
+    assert not after.remote.is_busy
+    after.loras.close()
+
+
+def test_many_changed_folders_leave_threads_for_adapters_that_requests_wait_for() -> None:
+    world = World(on_conflict="replace")
+    names = ["a", "b", "c", "d"]
+    for name in names:
+        world.upload(name, packed(1))
+        world.fetcher.tell_change(FolderChange(key(name)))
+    for num_fetches in (2, 4):
+        assert list(world.remote.poll()) == []
+        assert len(world.fetcher.fetches) == num_fetches
+        assert world.remote.is_busy
+        for _, _, future in world.fetcher.fetches[-2:]:
+            assert future.set_running_or_notify_cancel()
+            future.set_result(FetchedAdapter(packed(2), ""))
+        assert len(list(world.remote.poll())) == 2
+    assert {world.loras.inventory.digest(task_id_of(name)) for name in names} == {packed(2).digest}
+    assert not world.remote.is_busy
 
 
 def test_half_a_folder_is_named_in_the_log_and_the_events(caplog: pytest.LogCaptureFixture) -> None:

@@ -118,10 +118,7 @@ class DirectorySource:
         return self._is_watched
 
     def scan(self) -> list[FolderChange]:
-        """As of `WatchedSource`. A folder rests if two scans find the same files.
-
-        What the first scan finds is no change unless it is half an adapter.
-        """
+        """As of `WatchedSource`. A folder rests if two scans find the same files."""
         keys = {str(key): key for key in self.list_keys()}
         seen = {name: state for name in keys if (state := _state_of(self._root / name)) is not None}
         before, self._seen = self._seen, seen
@@ -136,9 +133,26 @@ class DirectorySource:
                 reason = self._fault_of(name, state)
                 if not reason:
                     self._whole[name] = state
-                if reason or self._first.get(name) != state:
-                    changes.append(FolderChange(keys[name], reason))
+                changed_s = self._changed_s(name, state) if self._first.get(name) == state else None
+                changes.append(FolderChange(keys[name], reason, changed_s))
         return changes
+
+    def _changed_s(self, name: str, state: _FolderState) -> float:
+        """When a folder, a file that is read or a link on the way was changed last, also by another name.
+
+        A time of modification would not tell: it is copied with the file.
+        """
+        folder = self._root / name
+        links = [path for path in (folder, *folder.parents) if path.is_relative_to(self._root) and path.is_symlink()]
+        try:
+            status = [
+                *(link.lstat() for link in links),
+                folder.stat(),
+                *((folder / file[0]).stat() for file in state.files),
+            ]
+        except OSError:
+            return time.time()  # It is changing now.
+        return max(one.st_ctime for one in status)
 
     def _fault_of(self, name: str, state: _FolderState) -> str:
         """Why a folder at rest is no whole version; empty if it is one, as far as can be told without its weights."""

@@ -109,10 +109,15 @@ class PathSource(AdapterSource, Protocol):
 
 @dataclass(frozen=True)
 class FolderChange:
-    """A watched folder that has come to rest in another state. reason: why it is no whole adapter; empty if it is."""
+    """A watched folder that has come to rest in another state, or that is at rest as the first look found it.
+
+    reason: why it is no whole adapter; empty if it is. changed_s: when a folder that is as the first look found it was
+    changed last, in seconds since the epoch; None for one that has changed since.
+    """
 
     key: AdapterKey
     reason: str = ""
+    changed_s: float | None = None
 
 
 @runtime_checkable

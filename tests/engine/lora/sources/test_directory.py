@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -251,7 +252,7 @@ class Watched:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.source = DirectorySource(str(root), watch=True)
-        assert self.rest() == []
+        assert not [change for _ in range(2) for change in self.source.scan() if change.changed_s is None]
         self.num_writes = 0
 
     def rest(self) -> list[tuple[str, str]]:
@@ -339,8 +340,54 @@ def test_half_a_folder_at_the_start_is_told_and_a_whole_one_is_not(root: Path, n
     data = peft_files(wire_adapter(TINY, ROWS, seed=2))[WEIGHTS]
     (root / "pirate" / WEIGHTS).write_bytes(data[:num_bytes])
     source = DirectorySource(str(root), watch=True)
-    told = [change for _ in range(3) for change in source.scan()]
-    assert len(told) == (num_bytes is not None)
+    (told,) = (change for _ in range(3) for change in source.scan())
+    assert bool(told.reason) == (num_bytes is not None)
+    assert told.changed_s is not None
+    assert told.changed_s <= time.time()
+
+
+def past(directory: Path) -> float:
+    """A time of the file system's clock that all changes until now have at most, and later ones do not have."""
+    probe = directory / "probe"
+    probe.touch()
+    before_s = probe.stat().st_ctime
+    while probe.stat().st_ctime == before_s:
+        os.utime(probe)
+    return before_s
+
+
+@pytest.mark.parametrize("change", ["nothing", "rename", "write", "turn a link", "turn the root"])
+def test_a_folder_that_is_there_at_the_start_tells_when_it_was_changed_whatever_its_files_times(
+    root: Path, tmp_path: Path, change: str
+) -> None:
+    (tmp_path / "versions").mkdir()
+    for seed in (5, 6):
+        save_adapter(tmp_path / "versions" / f"v{seed}" / "latest", seed=seed)
+    save_adapter(root / "versions" / "v6", seed=6)
+    save_adapter(tmp_path / "next", seed=7)
+    (root / "latest").symlink_to("versions/v6")
+    (tmp_path / "current").symlink_to("versions/v5")
+    for file in tmp_path.rglob("*.*"):
+        os.utime(file, (1, 1))
+    before_s = past(tmp_path)
+    name = "pirate" if change in ("rename", "write") else "latest"
+    if change == "rename":
+        (root / name).rename(tmp_path / "old")
+        (tmp_path / "next").rename(root / name)
+    elif change == "write":
+        content = (root / name / WEIGHTS).read_bytes()
+        (root / name / WEIGHTS).write_bytes(content)
+        os.utime(root / name / WEIGHTS, (1, 1))
+    elif change == "turn a link":
+        (root / "turned").symlink_to("versions/v6")
+        (root / "turned").replace(root / "latest")
+    elif change == "turn the root":
+        (tmp_path / "turned").symlink_to("versions/v6")
+        (tmp_path / "turned").replace(tmp_path / "current")
+    source = DirectorySource(str(tmp_path / "current" if change == "turn the root" else root), watch=True)
+    (told,) = (one for _ in range(2) for one in source.scan() if str(one.key) == name)
+    assert told.changed_s is not None
+    assert (told.changed_s > before_s) == (change != "nothing")
 
 
 @settings(max_examples=60, deadline=None)

@@ -76,7 +76,7 @@ def test_a_watched_source_is_scanned_until_the_fetcher_is_closed(
         assert changes.get(timeout=TIMEOUT_S) == FolderChange(key("d"))
     with fetcher_of(plain=DirectorySource(str(tmp_path)), given=GivenSource()) as fetcher:
         assert not fetcher.watch(changes.put)
-    assert first_scans == [[], []]
+    assert [[change.reason for change in scan] for scan in first_scans] == [[], [""] * len(folders)]
 
 
 def test_the_first_source_that_has_an_adapter_gives_it(folders: dict[str, Path]) -> None:
