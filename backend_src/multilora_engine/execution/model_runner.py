@@ -109,7 +109,10 @@ class ModelRunner:
         self, step: list[ScheduledSequence], batch: ForwardBatch, on_layer: Callable[[], None]
     ) -> tuple[torch.Tensor, None]:
         """`_forward` of a step that has to tell of prompts, too."""
-        hidden_states = self._model.hidden_states(batch, self._kv_cache, on_layer)
+        if self._pieces is not None and not batch.own_ropes and self._pieces.serves(batch):
+            hidden_states = self._pieces.run(batch, on_layer)
+        else:
+            hidden_states = self._model.hidden_states(batch, self._kv_cache, on_layer)
 
         def logits_of(rows: torch.Tensor) -> torch.Tensor:
             return self._model.logits(hidden_states, rows, batch.lora)

@@ -255,6 +255,26 @@ def test_graphs_which_give_logits_only_are_passed_by_where_more_is_wanted(
     assert graphs.positions == [5, 6, 7]
 
 
+class RecordingPieces(RecordingGraphs):
+    """The same in the place of pieces, which give what the head reads."""
+
+    def run(self, batch: ForwardBatch, on_layer: Any) -> Any:
+        self.positions += batch.positions.tolist()
+        return self._runner._model.hidden_states(batch, self._runner._kv_cache, on_layer)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_steps_that_tell_of_whole_prompts_are_replayed_in_pieces(
+    oracle: Oracle, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch, is_kept: bool
+) -> None:
+    engine = make_engine(oracle, default_model_dir)
+    pieces = RecordingPieces(engine)
+    monkeypatch.setattr(engine._runner, "_pieces", pieces)
+    request = scoring("r", prompt_of(40, seed=1), 0, 3, max_tokens=1, return_context_logits=is_kept)
+    assert_as_transformers(oracle, request, run_all(engine, [request])["r"])
+    assert pieces.positions == list(range(40))
+
+
 def test_they_change_no_token_of_an_answer(oracle: Oracle, default_model_dir: Path) -> None:
     engine = make_engine(oracle, default_model_dir, max_num_batched_tokens=32)
     requests = [scoring(f"r{i}", prompt_of(30 + i, seed=i), (None, 0)[i % 2], 2, max_tokens=20) for i in range(6)]
