@@ -197,6 +197,8 @@ class FleetRelay:
             if upload is None:
                 # Here, too: the router is asked for a worker that has the member.
                 call_id = message.client_request_id or message.requests[0].request_id
+                # A worker that knows the alias alone has this request of the call alone.
+                request = msgspec.structs.replace(request, lora_session=request.lora_session or call_id)
                 request = self._operator.aliases.resolve(request, call_id, self._uploads.digest)
                 await self._uploads.settle(request.task_id)
             else:
@@ -228,7 +230,14 @@ class FleetRelay:
             else:
                 return None
         try:
-            return await prompt
+            written = await prompt
+            return msgspec.structs.replace(
+                # Which has the member of an alias that was chosen.
+                request,
+                prompt_token_ids=written.prompt_token_ids,
+                sampling=written.sampling,
+                chat_use=written.chat_use,
+            )
         finally:
             del self._prompts[request.request_id]
 

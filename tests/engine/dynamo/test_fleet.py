@@ -62,7 +62,7 @@ from multilora_engine.process.operations import (
     SetAlias,
     UnloadAdapter,
 )
-from multilora_engine.request import UNWRITTEN, TokenOutput
+from multilora_engine.request import UNWRITTEN, GenerationRequest, SamplingParams, TokenOutput
 from multilora_wire.adapter_info import Alias, AliasMember
 from multilora_wire.adapter_use import AdapterUse, use_digest
 
@@ -720,6 +720,61 @@ def test_an_alias_that_is_set_at_a_front_is_known_to_all_workers_and_fronts(tmp_
             assert (await front.operate(SetAlias("chat-v7", CHAT[1:]))).error_code == "ALREADY_EXISTS"
             fleet.workers.clear()
             assert (await front.operate(SetAlias("chat", CHAT))).error_code == "UNAVAILABLE"
+
+    run(test())
+
+
+class WritingListener(RecordingListener):
+    """Writes each chat that it is asked for at once."""
+
+    def __init__(self, front: Front, requests: list[GenerationRequest]) -> None:
+        super().__init__(len(requests))
+        self.front = front
+        self.requests = {request.request_id: request for request in requests}
+
+    def on_output(self, output: TokenOutput) -> None:
+        if (use := output.asked_use) is None:
+            super().on_output(output)
+            return
+        unwritten = self.requests[output.request_id]
+        self.front.client.give_prompt(
+            msgspec.structs.replace(unwritten, prompt_token_ids=[5, 6], chat_use=use_digest(use))
+        )
+
+
+def test_one_member_of_an_alias_answers_all_requests_of_a_call_also_when_their_chats_are_written_anew(
+    tmp_path: Path,
+) -> None:
+    async def test() -> None:
+        fleet = FakeFleet(2)
+        (tmp_path / "other").mkdir()
+        async with served(fleet, tmp_path) as front, served(fleet, tmp_path / "other") as other:
+            members = (AliasMember("chat-v7", 1), AliasMember("chat-v8", 1))
+            for seed, member in enumerate(members):
+                use = AdapterUse(system_prompt=member.name).text
+                await front.put(task_id_of(member.name), packed(seed, AdapterTraits(use=use)), member.name)
+            await front.operate(SetAlias("chat", members))
+            answered = set()
+            for number in range(4):
+                for door in (front, other):  # The other one has not heard of the alias.
+                    requests = [
+                        GenerationRequest(
+                            f"r{number}.{i}",
+                            [0],
+                            SamplingParams(3),
+                            task_id_of("chat"),
+                            lora_name="chat",
+                            chat_use=UNWRITTEN,
+                        )
+                        for i in range(5)
+                    ]
+                    listener = WritingListener(door, requests)
+                    door.client.generate(listener, requests)
+                    outputs = await asyncio.to_thread(listener.wait)
+                    assert tokens(outputs)[-2:] == [5, 6]
+                    (digest,) = {output.lora_digest for output in outputs}
+                    answered.add(digest)
+            assert len(answered) == 2
 
     run(test())
 
