@@ -33,7 +33,7 @@ from multilora_kernels import (
     quantized_linear,
     sample_tokens,
 )
-from multilora_kernels.cuda import lora_expand, lora_shrink
+from multilora_kernels.cuda import lora_expand, lora_expand_activated, lora_shrink, silu_mul
 from multilora_kernels.cuda.block_sizes import BlockSizes
 from multilora_kernels.segments import ROWS, rows_of
 
@@ -62,6 +62,19 @@ def expand_all(
     """The update of every linear. sizes, segments: as of `shrink_all`."""
     for (column, i, shape), v_of_linear in zip(batch.linears, v, strict=True):
         lora_expand(v_of_linear, batch.y[i], batch.tables, column, shape.slice_sizes, segments or batch.segments, sizes)
+
+
+def activate_all(batch: Batch, v: list[torch.Tensor], in_one: bool) -> None:
+    """The update of every gate and up, and its activation: in one launch, or in two."""
+    for (column, i, shape), v_of_linear in zip(batch.linears, v, strict=True):
+        if shape.num_slices == 2:
+            size, _ = shape.slice_sizes
+            if in_one:
+                arguments = (batch.tables, column, size, batch.segments, "silu")
+                lora_expand_activated(v_of_linear, batch.y[i], *arguments)
+            else:
+                lora_expand(v_of_linear, batch.y[i], batch.tables, column, (size, size), batch.segments)
+                silu_mul(batch.y[i])
 
 
 def rows_and_tiles(batch: Batch) -> tuple[LoRASegments, LoRASegments]:
@@ -153,6 +166,8 @@ def _measure_workload(machine: Machine, workload: Workload, limits: Limits) -> I
         _, tiles = rows_and_tiles(batch)
         steps["shrink by tiles"] = lambda: void(shrink_all(batch, segments=tiles))
         steps["expand by tiles"] = lambda: expand_all(batch, v, segments=tiles)
+        steps["expand and activation of gate and up"] = lambda: activate_all(batch, v, in_one=True)
+        steps["the same in two launches"] = lambda: activate_all(batch, v, in_one=False)
     seconds = machine.measure(steps)
     update = limits.seconds(workload.num_bytes(machine.dtype, machine.dtype), workload.num_flops())
     base = limits.seconds(workload.weight_bytes(machine.dtype), workload.weight_flops())
