@@ -19,7 +19,7 @@ from multilora_wire.gguf.checkpoint import open_gguf
 from multilora_wire.gguf.file import GGUFFile
 from multilora_wire.tensor_file import FileBytes, TensorFileError
 
-_FORM = "1"
+_FORM = "2"
 """Raised whenever the files of a directory would be others for the same GGUF file."""
 
 _SPLIT = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")

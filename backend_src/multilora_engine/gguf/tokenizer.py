@@ -70,6 +70,8 @@ _END_TEXTS = frozenset(
 
 _NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _ENDS = ("eos", "eot", "eom")
+_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
+"""Of files that do not tell: Llama's, as the first converters left them out."""
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -118,7 +120,8 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], vocab_size: int) -> Tokeniz
         raise ConfigError(f"tokenizer.ggml.model {model!r:.80} is not supported; supported are: gpt2, llama")
     strips = model == "llama" and (architecture == "phi3" or "phi-3" in name.lower() or "phi3" in name.lower())
     _add_tokens(tokenizer, vocabulary, strips)
-    ids = {kind: _pop_id(left, kind, vocabulary) for kind in (*_NAMED, "eot", "eom")}
+    defaults = _SENTENCEPIECE_IDS if model == "llama" else {}
+    ids = {kind: _pop_id(left, kind, vocabulary, defaults.get(kind)) for kind in (*_NAMED, "eot", "eom")}
     adds_bos = _pop(left, "ggml.add_bos_token", bool, adds_bos)
     adds_eos = _pop(left, "ggml.add_eos_token", bool, False)
     _add_ends(tokenizer, vocabulary, ids["bos"] if adds_bos else None, ids["eos"] if adds_eos else None)
@@ -198,7 +201,7 @@ def _sentencepiece(left: dict[str, Any], vocabulary: _Vocabulary) -> Tokenizer:
         raise ConfigError("tokenizer.ggml.scores is missing")
     left.pop("ggml.merges", None)  # llama.cpp merges by the scores.
     has_prefix = _pop(left, "ggml.add_space_prefix", bool, True)
-    unknown = left.get("ggml.unknown_token_id", 0)
+    unknown = left.get("ggml.unknown_token_id", _SENTENCEPIECE_IDS["unknown"])
     unk_token = vocabulary.tokens[unknown] if type(unknown) is int and 0 <= unknown < len(vocabulary.tokens) else None
     merges = _merges_by_score(vocabulary, vocabulary.scores)
     tokenizer = Tokenizer(_bpe(vocabulary, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
@@ -281,9 +284,9 @@ def _pop_templates(left: dict[str, Any]) -> dict[str, str]:
     return templates
 
 
-def _pop_id(left: dict[str, Any], kind: str, vocabulary: _Vocabulary) -> int | None:
+def _pop_id(left: dict[str, Any], kind: str, vocabulary: _Vocabulary, default: int | None) -> int | None:
     key = f"ggml.{kind}_token_id"
-    token_id = _pop(left, key, int, None)
+    token_id = _pop(left, key, int, default)
     if token_id is None or token_id in (-1, 0xFFFFFFFF):
         return None
     if not 0 <= token_id < len(vocabulary.tokens):

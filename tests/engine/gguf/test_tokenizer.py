@@ -182,6 +182,14 @@ def test_the_file_decides_about_first_and_last_tokens_and_the_space(
     assert Backend.from_str(spaceless.tokenizer).encode("the", add_special_tokens=False).tokens[0][0] == "t"
 
 
+def test_a_sentencepiece_vocabulary_without_named_tokens_has_those_of_llama(sentencepiece: dict[str, Any]) -> None:
+    untold = {key: value for key, value in sentencepiece.items() if not key.endswith("_token_id")}
+    assert read(untold) == read(sentencepiece)
+    assert encode(read(untold), "a", adds=True)[0] == 1
+    assert read(untold).end_token_ids == (2,)
+    assert encode(read(untold | {"tokenizer.ggml.bos_token_id": 0xFFFFFFFF}), "a", adds=True)[0] != 1
+
+
 def test_answers_end_at_all_tokens_at_which_llama_cpp_ends_them(byte_level: dict[str, Any]) -> None:
     begin = byte_level["tokenizer.ggml.bos_token_id"]
     content = read(byte_level | {"tokenizer.ggml.eos_token_id": begin + 2, "tokenizer.ggml.eot_token_id": begin})
