@@ -16,6 +16,15 @@ _STRATEGIES = ("tensor", "channel", "group", "block")
 _ORDERED = (True, "group", "dynamic")
 """Values of `actorder` with which old versions stored the group of each input."""
 _ACTIVATIONS = ("input_activations", "output_activations")
+_OF_GROUP = frozenset({"targets", "weights", "format", *_ACTIVATIONS})
+_OF_WEIGHTS = frozenset(
+    {
+        *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "actorder"),
+        # The stored tensors have types of their own; the others are of the search for scales.
+        *("scale_dtype", "zp_dtype", "dynamic", "observer", "observer_kwargs"),
+    }
+)
+"""The fields that are known, as the library knows them, which takes no others."""
 _ADVICE = "quantise the model again with llm-compressor, as W4A16, W8A16 or FP8_DYNAMIC"
 
 
@@ -40,13 +49,14 @@ class CompressedTensors:
 
 def read_compressed(config: Object) -> CompressedTensors:
     """Raises QuantizationError, which names the key, for schemes that are not served."""
-    _refuse_sparsity(config)
+    _refuse_changed_models(config)
     schemes: dict[str, Scheme | None] = {}
     notes: list[str] = []
     for group_name, group in field(config, "config_groups", dict, {}).items():
         if not isinstance(group, dict):
             raise QuantizationError(f"config_groups.{group_name} must be an object, got {group!r:.80}")
         try:
+            _refuse_unknown("", group, _OF_GROUP)
             scheme = _scheme(group, field(group, "format", str, "") or field(config, "format", str, ""))
             schemes |= dict.fromkeys(texts(group, "targets"), scheme)
             notes += [_activation_note(group, key) for key in _ACTIVATIONS if group.get(key)]
@@ -57,17 +67,26 @@ def read_compressed(config: Object) -> CompressedTensors:
     return CompressedTensors(schemes, texts(config, "ignore"), tuple(dict.fromkeys(notes)))
 
 
-def _refuse_sparsity(config: Object) -> None:
+def _refuse_unknown(where: str, values: Object, known: frozenset[str]) -> None:
+    for key in sorted(values.keys() - known):
+        if values[key] is not None:
+            raise QuantizationError(f"{where}{key:.80} {values[key]!r:.80} is not served: it is not known; {_ADVICE}")
+
+
+def _refuse_changed_models(config: Object) -> None:
     sparsity = field(config, "sparsity_config", dict, {})
     choice("sparsity_config.format", field(sparsity, "format", str, "dense"), ("dense",), _ADVICE)
     if field(field(config, "transform_config", dict, {}), "config_groups", dict, {}):
         raise QuantizationError(f"transform_config is not served: it turns activations between linears; {_ADVICE}")
+    if config.get("moe_sparsity_config"):
+        raise QuantizationError("moe_sparsity_config is not served: every layer must have all experts")
 
 
 def _scheme(group: Object, storage: str) -> Scheme | None:
     weights = field(group, "weights", dict, {})
     if not weights:
         return None
+    _refuse_unknown("weights.", weights, _OF_WEIGHTS)
     choice("format", storage, _FORMATS, _ADVICE)
     kind = choice("weights.type", field(weights, "type", str, "int").lower(), ("int", "float"), _ADVICE)
     bits, is_symmetric = field(weights, "num_bits", int, 8), field(weights, "symmetric", bool, True)

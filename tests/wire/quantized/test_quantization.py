@@ -43,6 +43,12 @@ def scheme_of(found: Quantization, name: str = Q, module_class: ModuleClass = "L
         (W4 | {"actorder": "group"}, "pack-quantized", PackedIntegers(4, Scales(1, 128, is_ordered=True), True)),
         (W4 | {"actorder": "weight"}, "pack-quantized", PackedIntegers(4, Scales(1, 128), True)),
         (
+            W4
+            | {"observer": "mse", "observer_kwargs": {"steps": 3}, "dynamic": False, "scale_dtype": None, "new": None},
+            "pack-quantized",
+            PackedIntegers(4, Scales(1, 128), True),
+        ),
+        (
             {"num_bits": 8, "type": "FLOAT", "strategy": "block", "block_structure": "128x64"},
             "naive-quantized",
             Float8(Scales(128, 64)),
@@ -116,6 +122,12 @@ def test_a_group_may_have_a_format_of_its_own(tmp_path: Path) -> None:
         (compressed(W4, "float-quantized"), "format of integers 'float-quantized' is not served"),
         (compressed({"num_bits": 8, "type": "float"}, "pack-quantized"), "format of floats 'pack-quantized'"),
         (compressed(W4) | {"config_groups": {"W4A16": ["Linear"]}}, "config_groups.W4A16 must be an object"),
+        (compressed(W4 | {"hadamard": 64}), "group_0: weights.hadamard 64 is not served: it is not known"),
+        (
+            compressed(W4) | {"config_groups": {"a": {"targets": ["Linear"], "weights": W4, "rotation": "x"}}},
+            "config_groups.a: rotation 'x' is not served: it is not known",
+        ),
+        (compressed(W4, moe_sparsity_config={"method": "prune"}), "moe_sparsity_config is not served"),
         (compressed(W4, ignore=["re:("]), r"'\(' is no regular expression"),
         (
             {"quant_method": "bitsandbytes", "load_in_4bit": True},
