@@ -56,9 +56,9 @@ class AdapterUse(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     """How an adapter is to be asked, where that differs from its base model. Every field may be empty.
 
     chat_templates: `default`, and `tool_use` for chats with tools, in Jinja. named_tokens: the tokens that a template
-    writes by their names. end_token_ids: they replace the base's end tokens. system_prompt: the first message of a
-    chat that begins with no system message. The others are defaults of requests that do not set them; `top_k` 0 is no
-    restriction.
+    writes by their names, empty for none. end_token_ids: they replace the base's end tokens. system_prompt: the first
+    message of a chat that begins with no system message. The others are defaults of requests that do not set them;
+    `top_k` 0 is no restriction.
     """
 
     chat_templates: dict[str, str] = {}
@@ -88,7 +88,7 @@ class AdapterUse(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
         values: dict[str, Any] = {name: getattr(self, name) for name in _TOLD}
         return (
             *sorted(templates),
-            *(f"{name} {token}" for name, token in sorted(self.named_tokens.items())),
+            *(f"{name} {token}" if token else f"no {name}" for name, token in sorted(self.named_tokens.items())),
             *([f"end tokens {', '.join(map(str, self.end_token_ids))}"] if self.end_token_ids else []),
             *(["system prompt"] if self.system_prompt else []),
             *(f"{name} {value:g}" for name, value in values.items() if value is not None),

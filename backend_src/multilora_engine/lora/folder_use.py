@@ -137,14 +137,16 @@ class UseReader:
         config = _decode(TOKENIZER_CONFIG_FILE, files, dict[str, Any])
         templates = self._templates(files, config)
         written = "".join((templates or self._tokenizer.templates).values())
-        named = {name: token for name, token in _named(config) if name in written}
+        # Where a name has no token, a template writes nothing.
+        named = {name: "" for name in NAMED_TOKENS if name in written and config.get(name, name) is None}
+        named |= {name: token for name, token in _named(config) if name in written}
         pad = None if "pad_token" in named else dict(_named(config)).get("pad_token")
         self._check_tokens(_added(files, config), has_token_rows, written, pad, config)
         own = _decode(OWN_FILE, files, _Own)
         generation = self._generation(files)
         use = AdapterUse(
             chat_templates=templates,
-            named_tokens={n: t for n, t in named.items() if t != self._tokenizer.named_tokens.get(n)},
+            named_tokens={n: t for n, t in named.items() if t != self._tokenizer.named_tokens.get(n, "")},
             system_prompt=own.system_prompt,
             **generation | ({} if own.max_tokens is None else {"max_tokens": own.max_tokens}),
         )

@@ -127,8 +127,8 @@ class Tokenizer:
         specials = () if keeps_special_tokens else tuple(map(self.token_name, self.special_ids))
         chat = Chat(messages, tools, dict(options), specials, max_bytes)
         if use.has_own_template:
-            templates, named = use.chat_templates or self._files.templates, self._files.named_tokens
-            pieces = self._sandbox.render(templates, {**named, **use.named_tokens}, chat)
+            templates, named = use.chat_templates or self._files.templates, {**self.named_tokens, **use.named_tokens}
+            pieces = self._sandbox.render(templates, {name: token for name, token in named.items() if token}, chat)
         else:
             pieces = render_chat(self._chats, chat)
         if add_special_tokens:

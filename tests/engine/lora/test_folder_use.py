@@ -82,6 +82,13 @@ def test_templates_end_tokens_and_defaults_are_read(reader: UseReader) -> None:
     )
 
 
+def test_a_name_that_has_no_token_in_the_folder_has_none(reader: UseReader) -> None:
+    none = {"eos_token": None, "bos_token": None, "sep_token": None}
+    use = use_of(reader, chat_template_jinja=TEMPLATE + "{{ sep_token }}", tokenizer_config_json=none)
+    assert use.named_tokens == {"eos_token": ""}  # the template writes no bos_token, and the base has no sep_token
+    assert use.describe() == ("chat template", "no eos_token")
+
+
 def test_a_template_for_tools_is_read_from_both_places(reader: UseReader, tmp_path: Path) -> None:
     both = [
         {"name": "tool_use", "template": "T"},
