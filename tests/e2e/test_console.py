@@ -515,6 +515,34 @@ def test_a_columns_picker_offers_every_adapter_and_keeps_its_own(page: Page) -> 
     expect(column(page, "base model")).to_have_count(2)
 
 
+def test_a_tenants_adapter_is_asked_by_its_version_and_is_another_one_than_the_servers_of_its_name(page: Page) -> None:
+    adapters = [
+        {"lora_task_id": "7", "name": "pirate", "tenant": tenant, "digest": digest * 16, "last_used_s": last_used_s}
+        for tenant, digest, last_used_s in (("", "ab", 2.0), ("acme", "cd", 1.0))
+    ]
+    asked: list[Any] = []
+
+    def answer(route: Route) -> None:
+        asked.append([{**target, "prompt": ""} for target in route.request.post_data_json["targets"]])
+        route.fulfill(body=json.dumps({"column": 0, "text": "Arr", "tokens": []}) + "\n")
+
+    serve(page, "adapters", lambda route: route.fulfill(json=listing(*adapters)))
+    serve(page, "ask", answer)
+    page.reload()
+    page.get_by_role("link", name="Playground").click()
+    page.get_by_text("Text", exact=True).click()
+    page.get_by_label("Question").fill("Hi")
+    who = page.locator(".who").first
+    for name in ("pirate", "acme@pirate"):
+        who.fill(name)
+        who.blur()
+        expect(page.locator(".answer").first).to_have_count(0)
+        page.get_by_role("button", name="Ask", exact=True).click()
+        expect(page.locator(".answer").first).to_contain_text("Arr")
+    which = {"adapter": {"lora_name": "pirate"}, "prompt": ""}
+    assert [targets[0] for targets in asked] == [which, which | {"expected_digest": "cd" * 16}]
+
+
 @pytest.mark.parametrize("width", [390, 820, 1120, 1440])
 def test_no_width_cuts_figures_or_leaves_holes(open_page: Callable[..., Page], width: int) -> None:
     page = open_page(viewport={"width": width, "height": 900})

@@ -47,6 +47,15 @@ def test_base_and_adapters_answer_side_by_side(console: TestClient, server: Any)
     assert (asked[0]["max_tokens"], asked[0]["temperature"], asked[0]["stop_words"]) == ([5], [0.5], ["."])
 
 
+def test_a_version_that_is_meant_is_demanded(console: TestClient, server: Any) -> None:
+    ask(
+        console,
+        {"adapter": {"lora_name": "pirate"}, "expected_digest": "ab" * 16, "prompt": "Hi"},
+        {"adapter": {"lora_name": "pirate"}, "prompt": "Hi"},
+    )
+    assert [server.inputs(index).get("lora_expected_digest") for index in range(2)] == [["ab" * 16], None]
+
+
 def test_one_adapters_error_ends_no_other_answer(console: TestClient, server: Any) -> None:
     server.errors[8] = AdapterNotFound("LoRA task 8 not found in cache")
     pieces = ask(

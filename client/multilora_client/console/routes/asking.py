@@ -41,9 +41,11 @@ class AskedTarget(_Strict):
     """One of those who are asked: an adapter, or None, which must be written: the base model.
 
     Exactly one of messages and prompt is given; each target has its own, since each has answered differently before.
+    expected_digest: of the version that is meant.
     """
 
     adapter: ById | ByName | None
+    expected_digest: str | None = None
     messages: list[Turn] | None = None
     prompt: str | None = None
 
@@ -110,6 +112,8 @@ def _stream(target: AskedTarget, request: AskRequest, client: AsyncClient) -> As
         options |= GenerateOptions(messages=[{"role": turn.role, "content": turn.content} for turn in target.messages])
     if isinstance(target.adapter, ByName):
         options |= GenerateOptions(lora_name=target.adapter.lora_name)
+    if target.expected_digest is not None:
+        options |= GenerateOptions(lora_expected_digest=target.expected_digest)
     task_id = target.adapter.lora_task_id if isinstance(target.adapter, ById) else None
     return client.stream(target.prompt, adapter=task_id, **options)
 

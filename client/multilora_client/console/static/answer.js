@@ -2,6 +2,7 @@
 
 import { el, hideTip, say, showTip } from "./dom.js";
 import { count, seconds, title } from "./format.js";
+import { identity } from "./adapters.js";
 import { which } from "./details.js";
 
 const BASE = "base model";
@@ -34,9 +35,14 @@ export class Column {
     this._choose(BASE);
   }
 
-  /** How the backend is told who is asked; null for the base model. */
+  /** How the backend is told who is asked.
+
+  Of a tenant's adapter with its version: where the page's key is not the tenant's, its name means another adapter. */
   get target() {
-    return this.adapter && which(this.adapter);
+    const { adapter } = this;
+    if (!adapter?.tenant) return { adapter: adapter && which(adapter) };
+    const latest = this._adapters().find((other) => identity(other) === identity(adapter));
+    return { adapter: which(adapter), expected_digest: (latest ?? adapter).digest };
   }
 
   pick(adapter) {
@@ -103,7 +109,7 @@ export class Column {
     const found = given ?? this._adapters().find((adapter) => called(adapter) === wanted || adapter.lora_task_id === wanted);
     // A name that nobody has yet may be one of a source; the server tells.
     const adapter = isBase ? null : found ?? (/^\d+$/.test(wanted) ? { lora_task_id: wanted, name: "" } : { lora_task_id: "", name: wanted });
-    const isOther = JSON.stringify(adapter && which(adapter)) !== JSON.stringify(this.target);
+    const isOther = (adapter && called(adapter)) !== (this.adapter && called(this.adapter));
     this.adapter = adapter;
     if (isBase) this._who.value = BASE;
     this.root.setAttribute("aria-label", adapter ? title(adapter) : BASE);

@@ -158,7 +158,7 @@ export class Playground {
     this._running = new AbortController();
     say(this._send, "Stop");
     const body = {
-      targets: asked.map((column) => ({ adapter: column.target, ...this._prompt(column, question) })),
+      targets: asked.map((column) => ({ ...column.target, ...this._prompt(column, question) })),
       options: this._options(),
       wants_log_probs: this._logProbs.checked,
     };
