@@ -40,7 +40,7 @@ from benchmarks.lora_workloads import LinearShape
 from multilora_kernels import adapter_codes
 from multilora_kernels.cuda import block_sizes
 from multilora_kernels.cuda.decode_attention import decode_kernel
-from multilora_kernels.cuda.expand import expand_kernel
+from multilora_kernels.cuda.expand import blocks_of_a_program, expand_constants, expand_kernel
 from multilora_kernels.cuda.expand_rows import expand_rows_blocks, expand_rows_constants, expand_rows_kernel
 from multilora_kernels.cuda.experts import expert_codes_kernel, expert_floats_kernel, pair_rows_kernel
 from multilora_kernels.cuda.penalties import forbid_kernel, penalise_kernel
@@ -49,8 +49,8 @@ from multilora_kernels.cuda.quantized import MAX_ROWS, ROW_BOUNDS, multiply_code
 from multilora_kernels.cuda.segments import segment_kernel
 from multilora_kernels.cuda.shrink import shrink_kernel
 from multilora_kernels.cuda.shrink_rows import shrink_rows_kernel
-from multilora_kernels.parts import PART_SIZE
-from multilora_kernels.segments import ROWS
+from multilora_kernels.parts import PART_SIZE, num_parts
+from multilora_kernels.segments import PREFILL_CHUNK_SIZE, ROWS, capacity_of
 from multilora_wire.pieces import CODE_BITS
 
 _QKV = LinearShape(4096, (4096, 1024, 1024))
@@ -156,6 +156,28 @@ def test_steps_of_decodes_read_adapters_in_few_waves_of_many_bytes(rows, codes):
             # What a processor asks for at a time, where there is enough for all of them.
             share = min(num_bytes / processors, used.programs_at_once * num_bytes / programs / times)
             assert share >= min(num_bytes / processors, 32 << 10), (name, shape)
+
+
+def test_expanding_prompts_reads_little_beside_its_outputs_and_ends_soon_where_chunks_are_missing():
+    """A step of 2,048 tokens of one adapter, in tables of 64. Bytes that programs share come from the cache."""
+    num_tokens, max_loras, processors = 2048, 64, 132
+    v_bytes = y_bytes = 0
+    for shape in (_QKV, _O, _GATE_UP, _DOWN):
+        used = expand_resources(shape, PREFILL_CHUNK_SIZE, 16, "bf16", 90)
+        sizes = block_sizes.block_sizes("expand", PREFILL_CHUNK_SIZE, 16, 90, shape.out_features, num_tokens)
+        parts = num_parts(shape.in_features, num_tokens)
+        constants = expand_constants(parts, shape.slice_sizes, PREFILL_CHUNK_SIZE, 16, False, sizes)
+        span = blocks_of_a_program(shape.slice_sizes, constants, num_tokens) * constants["BLOCK_N"]
+        programs = sum(-(-size // span) for size in shape.slice_sizes)
+        num_chunks = num_tokens // PREFILL_CHUNK_SIZE
+        v_bytes += num_chunks * programs * parts * PREFILL_CHUNK_SIZE * 16 * 4
+        y_bytes += 2 * num_tokens * shape.out_features * 2
+        missing = capacity_of(num_tokens, max_loras, PREFILL_CHUNK_SIZE) - num_chunks
+        assert missing * programs <= 8 * used.programs_at_once * processors, shape
+        # What a processor has asked for of the next blocks.
+        asked_for = used.programs_at_once * PREFILL_CHUNK_SIZE * constants["BLOCK_N"] * 2
+        assert asked_for >= 24 << 10, shape
+    assert v_bytes <= y_bytes / 4
 
 
 @pytest.mark.parametrize("codes", ["", *CODE_BITS])
@@ -365,7 +387,7 @@ def test_the_filling_of_inputs_compiles_without_spills(capability):
     ("kernel", "argument"),
     [
         (shrink_kernel, "first_slice"),
-        (expand_kernel, "first_slice"),
+        (expand_kernel, "first_slice blocks"),
         (shrink_rows_kernel, "first_slice"),
         (expand_rows_kernel, "first_slice"),
         (decode_kernel, "num_distances num_splits split_tiles stride_bm"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from support.synthetic_batches import reference_order
 
 from benchmarks.lora_workloads import LinearShape
 from multilora_kernels import cuda, load_rows, lora_segments, parts, reference, step_inputs_reference
-from multilora_kernels.cuda import decode_attention, prompt_attention, segments
+from multilora_kernels.cuda import decode_attention, expand, prompt_attention, segments
 from multilora_kernels.kv_rows import SCALE_BYTES, KVCodes, quantize_rows
 from multilora_kernels.segments import reference_segments, rows_of
 from multilora_kernels.step_inputs import StepInputs
@@ -46,6 +47,23 @@ def test_prefill_chunks_give_the_same_result_from_one_part(implementation, monke
     assert v.shape[0] == 1
     rtol, atol = TOLERANCES[torch.float32]
     torch.testing.assert_close(y.double(), case.expected_y(case.expected_v()), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("lora_dtype", "dtype", "chunk_size"), [(torch.bfloat16, torch.bfloat16, 64), (torch.int8, torch.float32, 16)]
+)
+def test_a_program_that_takes_several_blocks_of_outputs_gives_the_bits_of_programs_of_one(
+    implementation, monkeypatch, lora_dtype, dtype, chunk_size
+):
+    shape = LinearShape(in_features=40, slice_sizes=(577, 17))
+    case = make_case("zipf", 20, shape, (16, 3, 0, 70), lora_dtype, dtype, magnitudes=True)
+    case = replace(case, segments=lora_segments(case.mapping, len(case.tables.rank), chunk_size))
+    _, of_one = _run(implementation, case)
+    monkeypatch.setattr(expand, "_PROGRAMS", 1)
+    _, of_several = _run(implementation, case)
+    assert torch.equal(of_several, of_one)
+    rtol, atol = TOLERANCES[dtype]
+    torch.testing.assert_close(of_several.double(), case.expected_y(case.expected_v()), rtol=rtol, atol=atol)
 
 
 def _check_attention(implementation, case: attention_cases.Case) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
@@ -25,7 +26,7 @@ from multilora_kernels.cuda.elementwise import (
     add_rms_norm_kernel,
     norm_constants,
 )
-from multilora_kernels.cuda.expand import expand_constants, expand_kernel
+from multilora_kernels.cuda.expand import expand_constants, expand_kernel, is_wide_tile
 from multilora_kernels.cuda.expand_rows import expand_rows_constants, expand_rows_kernel
 from multilora_kernels.cuda.experts import (
     activation_constants as gate_constants,
@@ -101,6 +102,14 @@ _ALIGNED_INTEGERS = {
 }
 _NO_POINTERS: Mapping[str, str] = {}
 _CODE_ARENA = {"int8": {"arena_ptr": "*i8"}, "fp8": {"arena_ptr": "*u8"}, "int4": {"arena_ptr": "*u8"}}
+_TORCH_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "int4": torch.uint8,
+}
 _SCALES = dict.fromkeys(("key_scales_ptr", "value_scales_ptr"), "*fp32")
 _CODE_CACHE = {
     "int8": dict.fromkeys(("keys_ptr", "values_ptr"), "*i8") | _SCALES,
@@ -186,7 +195,10 @@ def expand_resources(
         )
         of_rows |= {} if activation else {"out_ptr": None}
         return _resources(expand_rows_kernel, of_rows, dtype, capability, _CODE_ARENA.get(codes, _NO_POINTERS))
-    constants = expand_constants(parts, shape.slice_sizes, chunk_size, sizes, CODE_BITS.get(codes, 0))
+    is_wide = is_wide_tile(_TORCH_DTYPES[dtype], _TORCH_DTYPES[codes or dtype])
+    constants = expand_constants(
+        parts, shape.slice_sizes, chunk_size, max_rank, is_wide, sizes, CODE_BITS.get(codes, 0)
+    )
     return _resources(expand_kernel, constants, dtype, capability, _CODE_ARENA.get(codes, _NO_POINTERS))
 
 

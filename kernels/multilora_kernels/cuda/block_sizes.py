@@ -19,8 +19,8 @@ change the tiles of a sum.
 Attention has a regime by the type of keys. A plan of its entries has `max_head_dim` and may have `max_group`, the query
 heads of a key-value head.
 
-Programs of prompts expand 64 outputs. With 128 they spill on three of six architectures, or use so many registers that
-half as many warps run. On sm_80 eight warps share a program, because with four it spills for ranks up to 16.
+Programs of prompts expand 64 outputs at a time: with 128 half as many run at once. They keep 64 ranks of v for all
+outputs; an architecture's limit of registers is where the assembler stops too early by itself, and spills.
 """
 
 from __future__ import annotations
