@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_wait
 from multilora_kernels.cuda.block_sizes import BlockSizes, attention_sizes, capability, key_kind
 from multilora_kernels.cuda.dependent_launch import dependent_constants, launches_dependently
 from multilora_kernels.cuda.integers import cdiv, next_power_of_2
-from multilora_kernels.cuda.key_tiles import add_keys, load_slots
+from multilora_kernels.cuda.key_tiles import add_keys, dims_of_tile, load_slots, no_values
 from multilora_kernels.cuda.kv_rows import parts_of, store_rows
 from multilora_kernels.cuda.rotation import load_turned
 from multilora_kernels.cuda.tiles import LOG2_OF_E
@@ -241,12 +241,12 @@ def decode_kernel(
     else:
         all_top = tl.load(sinks_ptr + heads, mask=is_head, other=0.0).to(tl.float32) * LOG2_OF_E
         all_weights = tl.full((BLOCK_M,), 1.0, dtype=tl.float32)
-    result = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    TILES: tl.constexpr = 1 if value_scales_ptr is None else 2
+    results = no_values(BLOCK_M, BLOCK_D, TILES)
     # The results of a split: the weighted sum of its values, its largest score, and the sum of its weights.
-    total = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    totals = no_values(BLOCK_M, BLOCK_D, TILES)
     top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     weight_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    tile_mask = is_head[:, None] & (dims < HEAD_DIM)[None, :]
     keys_ptr += kv_head * stride_kh
     values_ptr += kv_head * stride_kh
     if key_scales_ptr is not None:
@@ -259,22 +259,25 @@ def decode_kernel(
         next_slots = load_slots(table, position + BLOCK_N, context, first_key, BLOCK_N, BLOCK_SIZE)
         positions = position + tl.arange(0, BLOCK_N)
         is_key = (positions >= first_key) & (positions < context)
-        total, top, weight_sum = add_keys(
-            total, top, weight_sum, q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slots, positions, is_key,
-            None, 0, distance_bias_ptr, bias_rows, num_distances, queries, dims, stride_ks, scale, softcap,
+        totals, top, weight_sum = add_keys(
+            totals, top, weight_sum, q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slots, positions,
+            is_key, None, 0, distance_bias_ptr, bias_rows, num_distances, queries, dims, stride_ks, scale, softcap,
             HAS_SOFTCAP, HEAD_DIM, BLOCK_N, BLOCK_SIZE, tl.float32,
         )  # fmt: skip
         slots = next_slots
         left -= 1
         if (left == 0) | (tile + 1 == end_tile):
             if has_all:
-                result, all_top, all_weights = _added(result, all_top, all_weights, total, top, weight_sum)
+                results, all_top, all_weights = _added(results, all_top, all_weights, totals, top, weight_sum, TILES)
             else:
                 part = (sequence * num_heads + heads) * num_splits + split
-                tl.store(sums_ptr + part[:, None] * HEAD_DIM + dims[None, :], total, mask=tile_mask)
+                for i in tl.static_range(TILES):
+                    out_dims = dims_of_tile(i, BLOCK_D, TILES)
+                    mask = is_head[:, None] & (out_dims < HEAD_DIM)[None, :]
+                    tl.store(sums_ptr + part[:, None] * HEAD_DIM + out_dims[None, :], totals[i], mask=mask)
                 tl.store(stats_ptr + part * 2, top, mask=is_head)
                 tl.store(stats_ptr + part * 2 + 1, weight_sum, mask=is_head)
-            total = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+            totals = no_values(BLOCK_M, BLOCK_D, TILES)
             top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
             weight_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
             left = split_tiles
@@ -300,22 +303,40 @@ def decode_kernel(
                     weight_sum = tl.load(
                         stats_ptr + part * 2 + 1, mask=is_head & is_there, other=0.0, cache_modifier=".cg"
                     )
-                    sums = sums_ptr + part[:, None] * HEAD_DIM + dims[None, :]
-                    total = tl.load(sums, mask=tile_mask & is_there, other=0.0, cache_modifier=".cg")
+                    sums = sums_ptr + part[:, None] * HEAD_DIM
+                    totals = (_load_sums(sums, is_head & is_there, 0, HEAD_DIM, BLOCK_D, TILES),)
+                    if TILES == 2:
+                        totals = (totals[0], _load_sums(sums, is_head & is_there, 1, HEAD_DIM, BLOCK_D, TILES))
                     top = tl.where(is_head, top, 0.0)
-                    result, all_top, all_weights = _added(result, all_top, all_weights, total, top, weight_sum)
+                    results, all_top, all_weights = _added(
+                        results, all_top, all_weights, totals, top, weight_sum, TILES
+                    )
     if is_last:
-        attended = (result / all_weights[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + (token * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :], attended, mask=tile_mask)
+        for i in tl.static_range(TILES):
+            out_dims = dims_of_tile(i, BLOCK_D, TILES)
+            mask = is_head[:, None] & (out_dims < HEAD_DIM)[None, :]
+            attended = (results[i] / all_weights[:, None]).to(out_ptr.dtype.element_ty)
+            out_rows = out_ptr + (token * num_heads + heads) * HEAD_DIM
+            tl.store(out_rows[:, None] + out_dims[None, :], attended, mask=mask)
 
 
 @triton.jit
-def _added(result, all_top, all_weights, total, top, weight_sum):
+def _load_sums(rows, is_row, tile: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILES: tl.constexpr):
+    dims = dims_of_tile(tile, BLOCK_D, TILES)[None, :]
+    return tl.load(rows + dims, mask=is_row[:, None] & (dims < HEAD_DIM), other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _added(results, all_top, all_weights, totals, top, weight_sum, TILES: tl.constexpr):
     """A split more in the sums of those before. Fused operations are spelt out: in registers and from memory, the bits
     are the same.
     """
     new_top = tl.maximum(all_top, top)
     shrink = tl.exp2(all_top - new_top)
     grow = tl.exp2(top - new_top)
-    result = tl.fma(result, shrink[:, None], total * grow[:, None])
-    return result, new_top, tl.fma(all_weights, shrink, weight_sum * grow)
+    all_weights = tl.fma(all_weights, shrink, weight_sum * grow)
+    shrink, grow = shrink[:, None], grow[:, None]
+    first = tl.fma(results[0], shrink, totals[0] * grow)
+    if TILES == 1:
+        return (first,), new_top, all_weights
+    return (first, tl.fma(results[1], shrink, totals[1] * grow)), new_top, all_weights

@@ -31,8 +31,26 @@ def load_slots(table, position, end, first_key, BLOCK_N: tl.constexpr, BLOCK_SIZ
 
 
 @triton.jit
+def no_values(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, TILES: tl.constexpr):
+    """A sum of weighted values before the first: a tuple of TILES tiles [queries, BLOCK_D // TILES].
+
+    Tile t has each TILES-th dim from t on. Values of codes have two tiles. Tensor cores take values transposed, and
+    shared memory transposes elements of 16 bits and none of 8: two codes at a time are loaded as one, and come apart in
+    registers.
+    """
+    tile = tl.zeros((BLOCK_M, BLOCK_D // TILES), dtype=tl.float32)
+    return (tile,) if TILES == 1 else (tile, tile)
+
+
+@triton.jit
+def dims_of_tile(tile: tl.constexpr, BLOCK_D: tl.constexpr, TILES: tl.constexpr):
+    """The dims of a tile of `no_values`."""
+    return tl.arange(0, BLOCK_D // TILES) * TILES + tile
+
+
+@triton.jit
 def add_keys(
-    total,
+    totals,
     top,
     weight_sum,
     q,
@@ -61,12 +79,12 @@ def add_keys(
 ):
     """The sums of queries with a tile of keys more: sum of weighted values, largest score, and sum of weights.
 
-    top: of scores in base 2, as the hardware has exponentials. q: [queries, dims]. keys_ptr, values_ptr, and for codes
-    key_scales_ptr, value_scales_ptr: of the head, in slot 0. slots: of `load_slots`. positions: [keys]. is_key: [keys],
-    only keys are loaded; None if all are. newest: position of the last key that each query sees, None if all see all
-    keys of the tile. distance_bias_ptr: of `AttentionOptions.distance_bias`, or None; a query's row of it begins at
-    element bias_rows. queries: their positions. scale: positive. WEIGHT_DTYPE: that weights are rounded to; float32
-    keeps them exact.
+    totals: tiles of `no_values`. top: of scores in base 2, as the hardware has exponentials. q: [queries, dims].
+    keys_ptr, values_ptr, and for codes key_scales_ptr, value_scales_ptr: of the head, in slot 0. slots: of
+    `load_slots`. positions: [keys]. is_key: [keys], only keys are loaded; None if all are. newest: position of the last
+    key that each query sees, None if all see all keys of the tile. distance_bias_ptr: of
+    `AttentionOptions.distance_bias`, or None; a query's row of it begins at element bias_rows. queries: their
+    positions. scale: positive. WEIGHT_DTYPE: that weights are rounded to; float32 keeps them exact.
     """
     if BLOCK_SIZE % BLOCK_N == 0:
         # One address and small numbers for the rest of the tile.
@@ -110,10 +128,19 @@ def add_keys(
     weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
     shrink = tl.exp2(top - base)
     weight_sum = weight_sum * shrink + tl.sum(weights, 1)
-    v = _load_tile(values_ptr + places[:, None] + dims[None, :], is_dim, is_key, 0)
-    if value_scales_ptr is not None:
-        weights *= _load_scales(value_scales_ptr + rows, is_key)[None, :]
-    return _add_weighted(weights, v, total * shrink[:, None], WEIGHT_DTYPE), new_top, weight_sum
+    shrink = shrink[:, None]
+    if value_scales_ptr is None:
+        v = _load_tile(values_ptr + places[:, None] + dims[None, :], is_dim, is_key, 0)
+        return (_add_weighted(weights, v, totals[0] * shrink, WEIGHT_DTYPE),), new_top, weight_sum
+    weights *= _load_scales(value_scales_ptr + rows, is_key)[None, :]
+    pairs = tl.arange(0, q.shape[1] // 2)
+    is_pair = None if q.shape[1] == HEAD_DIM else pairs * 2 < HEAD_DIM
+    ptrs = (values_ptr + places[:, None]).to(tl.pointer_type(tl.int16))
+    codes = _load_tile(ptrs + pairs[None, :], is_pair, is_key, 0)
+    dtype: tl.constexpr = values_ptr.dtype.element_ty
+    even = _add_weighted(weights, codes.to(dtype), totals[0] * shrink, WEIGHT_DTYPE)
+    odd = _add_weighted(weights, (codes >> 8).to(dtype), totals[1] * shrink, WEIGHT_DTYPE)
+    return (even, odd), new_top, weight_sum
 
 
 @triton.jit

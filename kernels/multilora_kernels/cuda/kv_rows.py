@@ -23,6 +23,7 @@ _SMALL_FROM, _SMALL_BITS = tl.constexpr(1.5 * 2**14), tl.constexpr(0x46C00000)
 def parts_of(cache: KVRows) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rows and scales as kernels take them: codes of fp8 as bytes, since chips before sm_89 have no float8_e4m3fn."""
     if isinstance(cache, KVCodes):
+        assert cache.codes.shape[-1] % 2 == 0, "kernels load two codes at a time"
         return cache.codes.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache.codes, cache.scales
     assert cache.dtype not in LARGEST_CODES, "a GPU's cache has its scales apart"
     return cache, None

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from multilora_kernels.cuda.block_sizes import BlockSizes, attention_sizes, capability, key_kind
 from multilora_kernels.cuda.integers import next_power_of_2
-from multilora_kernels.cuda.key_tiles import add_keys, load_slots
+from multilora_kernels.cuda.key_tiles import add_keys, dims_of_tile, load_slots, no_values
 from multilora_kernels.cuda.kv_rows import parts_of
 from multilora_kernels.cuda.tiles import LOG2_OF_E
 from multilora_kernels.kv_rows import KVRows, kv_head_dim
@@ -197,7 +197,8 @@ def prompt_kernel(
     else:
         top = tl.load(sinks_ptr + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_OF_E
         weight_sum = tl.full((BLOCK_M,), 1.0, dtype=tl.float32)
-    total = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    TILES: tl.constexpr = 1 if value_scales_ptr is None else 2
+    totals = no_values(BLOCK_M, BLOCK_D, TILES)
     slots = load_slots(table, start, end, first_key, BLOCK_N, BLOCK_SIZE)
     for part in tl.static_range(0 if HAS_WINDOW else 1, 3):
         if part == 0:
@@ -212,15 +213,17 @@ def prompt_kernel(
             is_key, newest_seen = None, None
             if part != 1:
                 is_key, newest_seen = (positions >= first_key) & (positions < end), newest
-            total, top, weight_sum = add_keys(
-                total, top, weight_sum, q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slots, positions,
+            totals, top, weight_sum = add_keys(
+                totals, top, weight_sum, q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slots, positions,
                 is_key, newest_seen, window, distance_bias_ptr, bias_rows, num_distances, newest, dims, stride_ks,
                 scale, softcap, HAS_SOFTCAP, HEAD_DIM, BLOCK_N, BLOCK_SIZE, q.dtype,
             )  # fmt: skip
             slots = next_slots
-    result = (total / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
-    num_heads = num_kv_heads * GROUP
-    tl.store(out_ptr + (tokens * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :], result, mask=tile_mask)
+    out_rows = out_ptr + (tokens * (num_kv_heads * GROUP) + heads) * HEAD_DIM
+    for i in tl.static_range(TILES):
+        out_dims = dims_of_tile(i, BLOCK_D, TILES)
+        result = (totals[i] / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_rows[:, None] + out_dims[None, :], result, mask=is_row[:, None] & (out_dims < HEAD_DIM)[None, :])
 
 
 @triton.jit
