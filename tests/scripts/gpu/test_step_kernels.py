@@ -13,6 +13,7 @@ from gpu import step_kernels
 from gpu.machine import Row
 from gpu.model_steps import TINY, Sizes, Storage, Workbench
 from gpu.step_kernels import Launch, Work, read_trace, rows_of_a_trace, work_of_a_step
+from multilora_kernels import interpreter
 
 LIMITS = Limits(bandwidth=1e12, peak=1e15)
 WORK = [
@@ -122,3 +123,17 @@ def test_the_bytes_of_a_step_are_those_of_its_weights_keys_and_adapters() -> Non
         num_bytes = sum(size for each in work if "update" not in each.pattern for _, size in each.launches)
         expected, _ = bench.decode_work(3, adapters)
         assert expected < num_bytes < 1.15 * expected
+
+
+def test_rows_by_themselves_have_no_bytes_of_an_activation_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Workbench(TINY, Sizes((3,), 700, 5), Storage(torch.bfloat16, torch.bfloat16), torch.device("cpu"))
+    apart = {work.pattern: dict(work.launches) for work in work_of_a_step(bench, 3, 3)}
+    monkeypatch.setattr(interpreter, "IS_INTERPRETED", True)
+    for num_adapters in (0, 3):
+        found = {work.pattern: dict(work.launches) for work in work_of_a_step(bench, 3, num_adapters)}
+        assert bool(found["^activation_kernel"]) == (num_adapters == 0)
+    # As many activations as gates are written, in place of gates and ups.
+    activations = 2 * 3 * TINY.intermediate_size
+    expands = r"expand\w*_kernel"
+    assert apart[expands].pop("gate_up") - found[expands].pop("gate_up") == activations
+    assert apart[expands] == found[expands]
