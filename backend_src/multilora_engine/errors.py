@@ -305,6 +305,15 @@ class AdapterNotKept(Unavailable):
         super().__init__(f"LoRA task {lora_task_id} is cached in memory only: lora_cache_dir cannot keep it: {reason}")
 
 
+class AdapterNotDeleted(Unavailable):
+    """An unloaded adapter answers no more, but would after the next start: the disk tier cannot be written."""
+
+    def __init__(self, lora_task_id: object, reason: str) -> None:
+        super().__init__(
+            f"LoRA task {lora_task_id} is unloaded from memory only: lora_cache_dir cannot lose its file: {reason}"
+        )
+
+
 class AliasNotKept(Unavailable):
     """The alias is as it was: the disk tier cannot be written."""
 

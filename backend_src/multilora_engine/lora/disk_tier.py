@@ -220,8 +220,11 @@ class DiskTier:
             close=lambda: os.close(fd),
         )
 
-    def delete(self, lora_task_id: TaskId) -> None:
-        """Forget an adapter, if it is here or being written, and have its file removed: no later start may find it."""
+    def delete(self, lora_task_id: TaskId) -> Future[None] | None:
+        """Forget an adapter, if it is here or being written, and have its file removed: no later start may find it.
+
+        The future is done when the file is removed. It raises OSError. None: no start would find one.
+        """
         adapter = self._adapters.pop(lora_task_id, None)
         if adapter is not None:
             self._bytes_used -= adapter.num_bytes
@@ -230,8 +233,9 @@ class DiskTier:
         if write is not None:
             write.future.cancel()
             self._bytes_used -= write.adapter.num_bytes
-        if adapter is not None or write is not None:
-            _submit(self._writer, _unlink, self._path(lora_task_id))
+        if adapter is None and write is None:
+            return None
+        return _submit(self._writer, _unlink, self._path(lora_task_id))
 
     def read_beside(self, name: str) -> bytes:
         """The content that `write_beside` gave a file, now or before a restart; empty without one. Raises OSError."""
@@ -408,10 +412,12 @@ def _touch(path: Path) -> None:
 
 
 def _unlink(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:
-        _logger.exception("%s cannot be deleted; the next start would find it", path)
+    with _telling_no_directory():
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            _logger.exception("%s cannot be deleted; the next start would find it", path)
+            raise
 
 
 def _size_of_ours(path: Path) -> dict[Path, int]:

@@ -113,11 +113,13 @@ class DiskTraffic:
         if self._disk is not None and adapter.state.file is File.WRITTEN:
             self._disk.touch(adapter.lora_task_id)
 
-    def delete(self, lora_task_id: TaskId) -> None:
-        """Delete an adapter's file, written or being written, if it has one."""
-        if self._disk is not None:
-            self._disk.delete(lora_task_id)
-            self._note_deleted(lora_task_id)
+    def delete(self, lora_task_id: TaskId) -> Future[None] | None:
+        """Delete an adapter's file, written or being written, if it has one. Returns as `DiskTier.delete` does."""
+        if self._disk is None:
+            return None
+        deleted = self._disk.delete(lora_task_id)
+        self._note_deleted(lora_task_id)
+        return deleted
 
     def save(self, adapter: CachedAdapter) -> None:
         """Have the file of an adapter in memory written, unless it has one, or one is being written."""

@@ -238,20 +238,19 @@ class LoRAManager:
         elif self._traffic.find(lora_task_id) is None:
             raise AdapterNotFound(lora_task_id)
 
-    def unload(self, lora_task_id: TaskId) -> None:
+    def unload(self, lora_task_id: TaskId) -> Future[None] | None:
         """Forget an adapter, held by an operator or not: from now on new requests find it in no tier.
 
-        Its memory is freed when the requests that use it have finished. Raises AdapterNotFound.
+        Its memory is freed when the requests that use it have finished. The future is done when its file is deleted,
+        which a later start would find; it raises OSError. None: it has no file. Raises AdapterNotFound.
         """
         cached = self.host.get(lora_task_id)
         known = cached or self._traffic.find(lora_task_id)
         if known is None:
             raise AdapterNotFound(lora_task_id)
-        if cached is not None:
-            self._retire(cached)
-        else:
-            self._traffic.delete(lora_task_id)
+        deleted = self._traffic.delete(lora_task_id) if cached is None else self._retire(cached)
         self._emit("unloaded", known)
+        return deleted
 
     @property
     def is_busy(self) -> bool:
@@ -467,11 +466,12 @@ class LoRAManager:
             adapter.name = name
             self._traffic.delete(adapter.lora_task_id)
 
-    def _retire(self, adapter: CachedAdapter) -> None:
-        """No request finds this version any more, in memory or as a file."""
-        self._traffic.delete(adapter.lora_task_id)
+    def _retire(self, adapter: CachedAdapter) -> Future[None] | None:
+        """No request finds this version any more, in memory or as a file. Returns as `DiskTier.delete` does."""
+        deleted = self._traffic.delete(adapter.lora_task_id)
         self.host.retire(adapter)
         self.memory.update(adapter)
+        return deleted
 
     def _emit(self, kind: EventKind, adapter: CachedAdapter | DiskAdapter) -> None:
         self._on_event(adapter_event(kind, adapter.lora_task_id, adapter.digest))

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from multilora_engine.engine.engine_stats import WeightInfo, WeightStats
 from multilora_engine.errors import (
+    AdapterNotDeleted,
     AdapterNotFound,
     AdapterNotHere,
     AliasConflict,
@@ -276,10 +278,11 @@ class AdapterOperator:
             return self._arrived(fetch.task_id, fetch.arrived)
         return AdapterReport(self._adapters.inventory.info(fetch.task_id))
 
-    def _unload(self, operation: UnloadAdapter) -> AdapterReport:
+    def _unload(self, operation: UnloadAdapter) -> Report | PendingReport:
         info = self._find(operation)
-        self._adapters.unload(_task_id(info))
-        return AdapterReport(info)
+        if (deleted := self._adapters.unload(_task_id(info))) is None:
+            return AdapterReport(info)
+        return PendingReport(deleted.done, partial(_unloaded, info, deleted))
 
     def _unpin(self, operation: UnpinAdapter) -> AdapterReport:
         self._adapters.end_hold(_task_id(self._find(operation)))
@@ -342,6 +345,15 @@ class _AliasChange:
         except OSError as error:
             raise AliasNotKept(self._name, str(error)) from error
         return AliasReport(alias)
+
+
+def _unloaded(info: AdapterInfo, deleted: Future[None]) -> AdapterReport:
+    """The report on an adapter that no later start finds. Raises AdapterNotDeleted if one would."""
+    try:
+        deleted.result()
+    except OSError as error:
+        raise AdapterNotDeleted(info.lora_task_id, str(error)) from error
+    return AdapterReport(info)
 
 
 def _member_id(member: NamedMember) -> int:

@@ -318,11 +318,31 @@ def test_an_alias_is_answered_for_when_it_is_stored(on_disk: EngineLink, tmp_pat
     assert (tmp_path / "cache" / "aliases.json").read_bytes().count(b"chat-v") == 2
     (tmp_path / "cache" / ".aliases.json.part").mkdir()
     code, message = operate(on_disk, "unalias", name="chat")
-    assert (code, "the alias 'chat' is changed in memory only: lora_cache_dir cannot keep it" in message) == (
+    assert (code, "the alias 'chat' is as it was: lora_cache_dir cannot keep the change" in message) == (
         "UNAVAILABLE",
         True,
     )
-    assert "aliases" not in operate(on_disk, "list")
+    assert [alias["name"] for alias in operate(on_disk, "list")["aliases"]] == ["chat"]
+
+
+def test_an_unloaded_adapter_is_answered_for_when_no_later_start_finds_it(on_disk: EngineLink, tmp_path: Path) -> None:
+    file = tmp_path / "cache" / "7.safetensors"
+    assert operate(on_disk, "unload", lora_task_id=7)["adapter"]["location"] == "DISK"
+    assert not file.exists()
+    for number in (7, 8):
+        on_disk.client.put_adapter(listener := RecordingListener(), f"put {number}", number, packed(seed=7))
+        assert listener.wait()[-1].error_code is None
+    file.unlink()
+    file.mkdir()
+    code, message = operate(on_disk, "unload", lora_task_id=7)
+    assert (code, "lora_cache_dir cannot lose its file: [Errno 21] Is a directory: '7.safetensors'" in message) == (
+        "UNAVAILABLE",
+        True,
+    )
+    file.rmdir()
+    assert [adapter["lora_task_id"] for adapter in operate(on_disk, "list")["adapters"]] == [8]
+    assert operate(on_disk, "unload", lora_task_id=8)["adapter"]["location"] == "HOST"
+    assert list(file.parent.glob("*.safetensors")) == []
 
 
 @pytest.mark.parametrize(
