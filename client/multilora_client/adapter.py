@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from multilora_client.errors import AdapterError, InvalidRequest
 from multilora_wire.adapter_origin import AdapterOrigin, WrongBaseModel
-from multilora_wire.adapter_use import UseError, join_use_files, read_use_files
+from multilora_wire.adapter_use import UseError, join_use_files, read_use_files, split_use_files
 from multilora_wire.converted_files import (
     CONFIG_FILE,
     STORED_BFLOAT16,
@@ -97,8 +97,17 @@ class AdapterTensors:
         return self.origin.base_model if self.origin else ""
 
     def save(self, directory: Path) -> None:
-        """Write the files into `directory`, which is made when it is missing."""
+        """Write the files, with those on the adapter's use, into `directory`, which is made when it is missing.
+
+        Raises AdapterError for a directory that has such files of something else, as of a model.
+        """
+        use = split_use_files(self.use or b"{}")
+        if not is_converted(directory) and (found := [name for name in use if (directory / name).exists()]):
+            raise AdapterError(f"{directory / found[0]} belongs to something else; write into another directory")
         directory.mkdir(parents=True, exist_ok=True)
+        for name, text in use.items():
+            (directory / name).parent.mkdir(exist_ok=True)
+            (directory / name).write_text(text, encoding="utf-8")
         weights = self.weights.view(STORED_BFLOAT16) if self.dtype == "BF16" else self.weights
         np.save(directory / WEIGHTS_FILE, weights[np.newaxis], allow_pickle=False)
         np.save(directory / CONFIG_FILE, self.config[np.newaxis], allow_pickle=False)
@@ -118,7 +127,7 @@ class AdapterTensors:
                 f"{directory / WEIGHTS_FILE} holds {weights.dtype}; float16, float32 and bfloat16 are read"
             )
         weights = weights.view(np.uint16) if dtype == "BF16" else weights
-        return cls(weights, config, dtype, origin, _read_use(directory))
+        return cls(weights, config, dtype, origin, read_use(directory))
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,9 +165,9 @@ class AdapterFiles:
         return ""
 
     @classmethod
-    def load_gguf(cls, file: Path) -> AdapterFiles:
+    def load_gguf(cls, file: Path, use: bytes = b"") -> AdapterFiles:
         """An adapter in llama.cpp's form, which has its own configuration."""
-        return cls(NO_CONFIG, file.read_bytes())
+        return cls(NO_CONFIG, file.read_bytes(), use)
 
     @classmethod
     def load(cls, directory: Path) -> AdapterFiles:
@@ -169,7 +178,7 @@ class AdapterFiles:
                 foreign = describe_foreign(names)
                 raise AdapterError(f"{directory}/{foreign}" if foreign else f"{directory / name} is missing")
         config, weights = ((directory / name).read_bytes() for name in (PEFT_CONFIG_FILE, PEFT_WEIGHTS_FILE))
-        return cls(config, weights, _read_use(directory))
+        return cls(config, weights, read_use(directory))
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,8 +193,11 @@ class Adapter:
             raise InvalidRequest(f"lora_task_id must be between 0 and 2**64 - 1, not {self.lora_task_id}")
 
 
-def _read_use(directory: Path) -> bytes:
-    """Raises AdapterError for a file on the adapter's use that cannot be read."""
+def read_use(directory: Path) -> bytes:
+    """The files of a folder on its adapter's use, as of `join_use_files`; empty without any.
+
+    Raises AdapterError for a file that cannot be read.
+    """
     try:
         files = read_use_files(directory)
     except (UseError, OSError) as error:

@@ -13,6 +13,7 @@ both sides. `multilora_wire.peft_files` reads the values.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from multilora_client.adapter import Adapter, AdapterFiles, AdapterTensors, is_converted
+from multilora_client.adapter import Adapter, AdapterFiles, AdapterTensors, is_converted, read_use
 from multilora_client.base_weights import MODEL_CONFIG_FILE, BaseWeights
 from multilora_client.errors import AdapterError
 from multilora_client.sizing import read_sites
@@ -69,7 +70,7 @@ def convert_peft(
             has_dora = any(linear.magnitude is not None for linear in adapter.linears)
             base = None if base_model is None or (has_config and not has_dora) else BaseWeights(base_model)
             dtype = _DTYPES[storage_dtype] if storage_dtype else adapter.dtype
-            return _convert(adapter, base, sites, dtype, on_progress)
+            return replace(_convert(adapter, base, sites, dtype, on_progress), use=read_use(directory))
     except WrongBaseModel as error:
         raise AdapterError(str(error)) from error
     except (PeftError, OSError) as error:
@@ -87,7 +88,7 @@ def load_content(directory: Path) -> AdapterFiles | AdapterTensors:
     `directory` may also be the GGUF file. Raises AdapterError.
     """
     if (gguf := _gguf_file(directory)) is not None:
-        return AdapterFiles.load_gguf(gguf)
+        return AdapterFiles.load_gguf(gguf, read_use(directory) if directory.is_dir() else b"")
     if directory.is_file():
         foreign = describe_foreign([directory.name])
         raise AdapterError(f"{directory} is a file, and an adapter is a directory{foreign and f'. {foreign}'}")

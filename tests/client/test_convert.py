@@ -556,6 +556,32 @@ def test_a_folders_files_on_the_use_are_sent_along(save_adapter: Callable[..., A
             load_adapter(folder)
 
 
+def test_a_converted_adapter_and_a_folders_gguf_file_keep_the_files_on_the_use(
+    save_adapter: Callable[..., Any], tmp_path: Path
+) -> None:
+    directory = save_adapter().directory
+    (directory / "chat_template.jinja").write_text("{{ messages }}ß")
+    (directory / "multilora.json").write_text("{}")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    content = load_adapter(directory).content
+    converted = convert_peft(directory)
+    converted.save(tmp_path / "converted")
+    read = load_adapter(tmp_path / "converted").content
+    assert converted.use == content.use == read.use != b""
+    assert converted.digest == read.digest
+    converted.save(tmp_path / "converted")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "chat_template.jinja").write_text("of the model")
+    with pytest.raises(AdapterError, match=r"chat_template\.jinja belongs to something else"):
+        converted.save(tmp_path / "model")
+
+    (directory / "adapter_config.json").unlink()
+    (directory / "adapter_model.safetensors").rename(directory / "lora.gguf")
+    assert load_adapter(directory).content.use == content.use
+    assert load_adapter(directory / "lora.gguf").content.use == b""
+
+
 def test_a_directory_that_is_no_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="is neither a PEFT adapter"):
         load_adapter(tmp_path)
