@@ -339,4 +339,5 @@ def _added(results, all_top, all_weights, totals, top, weight_sum, TILES: tl.con
     first = tl.fma(results[0], shrink, totals[0] * grow)
     if TILES == 1:
         return (first,), new_top, all_weights
-    return (first, tl.fma(results[1], shrink, totals[1] * grow)), new_top, all_weights
+    else:
+        return (first, tl.fma(results[1], shrink, totals[1] * grow)), new_top, all_weights

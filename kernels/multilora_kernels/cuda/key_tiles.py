@@ -129,18 +129,20 @@ def add_keys(
     shrink = tl.exp2(top - base)
     weight_sum = weight_sum * shrink + tl.sum(weights, 1)
     shrink = shrink[:, None]
+    # The compiler takes what follows a return, so both branches end with one.
     if value_scales_ptr is None:
         v = _load_tile(values_ptr + places[:, None] + dims[None, :], is_dim, is_key, 0)
         return (_add_weighted(weights, v, totals[0] * shrink, WEIGHT_DTYPE),), new_top, weight_sum
-    weights *= _load_scales(value_scales_ptr + rows, is_key)[None, :]
-    pairs = tl.arange(0, q.shape[1] // 2)
-    is_pair = None if q.shape[1] == HEAD_DIM else pairs * 2 < HEAD_DIM
-    ptrs = (values_ptr + places[:, None]).to(tl.pointer_type(tl.int16))
-    codes = _load_tile(ptrs + pairs[None, :], is_pair, is_key, 0)
-    dtype: tl.constexpr = values_ptr.dtype.element_ty
-    even = _add_weighted(weights, codes.to(dtype), totals[0] * shrink, WEIGHT_DTYPE)
-    odd = _add_weighted(weights, (codes >> 8).to(dtype), totals[1] * shrink, WEIGHT_DTYPE)
-    return (even, odd), new_top, weight_sum
+    else:
+        weights *= _load_scales(value_scales_ptr + rows, is_key)[None, :]
+        pairs = tl.arange(0, q.shape[1] // 2)
+        is_pair = None if q.shape[1] == HEAD_DIM else pairs * 2 < HEAD_DIM
+        ptrs = (values_ptr + places[:, None]).to(tl.pointer_type(tl.int16))
+        codes = _load_tile(ptrs + pairs[None, :], is_pair, is_key, 0)
+        dtype: tl.constexpr = values_ptr.dtype.element_ty
+        even = _add_weighted(weights, codes.to(dtype), totals[0] * shrink, WEIGHT_DTYPE)
+        odd = _add_weighted(weights, (codes >> 8).to(dtype), totals[1] * shrink, WEIGHT_DTYPE)
+        return (even, odd), new_top, weight_sum
 
 
 @triton.jit
