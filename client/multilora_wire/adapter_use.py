@@ -35,6 +35,9 @@ USE_FILES = (
 """The files of an adapter's folder that say something about its use."""
 
 MAX_FILE_BYTES = 1 << 20
+MAX_TOKENIZER_CONFIG_BYTES = 4 << 20
+"""Of `tokenizer_config.json`: Gemma 3's has 1.2 MB of added tokens."""
+
 MAX_TOKENIZER_BYTES = 64 << 20
 """Of `tokenizer.json`, of which only the added tokens are read."""
 
@@ -141,8 +144,9 @@ def read_use_files(directory: Path, check: Callable[[Path], None] = lambda path:
 
 def check_use_sizes(sizes: Mapping[str, int]) -> None:
     """Raises UseError for a file that is larger than any of its name. sizes: in bytes, by name."""
+    larger = {TOKENIZER_FILE: MAX_TOKENIZER_BYTES, TOKENIZER_CONFIG_FILE: MAX_TOKENIZER_CONFIG_BYTES}
     for name, num_bytes in sizes.items():
-        most = MAX_TOKENIZER_BYTES if name == TOKENIZER_FILE else MAX_FILE_BYTES
+        most = larger.get(name, MAX_FILE_BYTES)
         if name in USE_FILES and num_bytes > most:
             raise UseError(f"{name} has {num_bytes} bytes, at most {most} are read")
 

@@ -152,6 +152,21 @@ def test_constants_of_a_template_are_not_computed_when_it_is_read(reader: UseRea
     assert use_of(reader, chat_template_jinja="{{ 9 ** 9 ** 9 ** 9 }}{{ 'a' * 10 ** 12 }}").chat_templates
 
 
+def test_thousands_of_added_tokens_are_read_as_gemmas_folders_have_them(
+    reader: UseReader, default_model_dir: Path, tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer(default_model_dir)
+    flags = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word", "special"), False)
+    decoder = {str(i): {"content": tokenizer.token_name(i), **flags} for i in range(6400)}
+    text = json.dumps({"added_tokens_decoder": decoder}, indent=2)
+    assert 1 << 20 < len(text) < 4 << 20
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    assert reader.read_folder(tmp_path, tmp_path) == ""
+    (tmp_path / "tokenizer_config.json").write_text(" " * (4 << 20) + text)
+    with pytest.raises(InvalidRequest, match=r"tokenizer_config\.json has \d+ bytes, at most 4194304 are read"):
+        reader.read_folder(tmp_path, tmp_path)
+
+
 def test_a_token_that_only_pads_is_taken(reader: UseReader) -> None:
     config: dict[str, Any] = {"pad_token": "<pad>", "added_tokens_decoder": {"49152": {"content": "<pad>"}}}
     assert use_of(reader, tokenizer_config_json=config) == NO_USE
