@@ -50,6 +50,14 @@ class FleetAdapters:
         """The name on the card of the adapter with this task id; empty if there is none."""
         return self._names.get(lora_task_id, "")
 
+    def check_meant(self, model: str, lora_name: str) -> None:
+        """Raises InvalidRequest for a request by the model of an adapter's card that names no adapter to the worker.
+
+        The base model would answer it.
+        """
+        if model in self._cards and not lora_name:
+            raise InvalidRequest(f"{model} is a LoRA adapter, and the request names no adapter; update Dynamo's front")
+
     def check_free(self, name: str) -> None:
         """Raises InvalidRequest if no adapter can have the name."""
         if name == self._base_name:

@@ -136,7 +136,9 @@ class DynamoWorker(LLMEngine):
 
     async def _answer_prompt(self, request: Mapping[str, Any], context: Any) -> AsyncGenerator[Chunk, None]:
         try:
-            asked = engine_request(read_request(request), new_id(), self._info, is_probe(request))
+            read = read_request(request)
+            self._adapters.check_meant(read.model, read.lora_name)
+            asked = engine_request(read, new_id(), self._info, is_probe(request))
             asked = await self._aliases.resolve(asked, context.id())
             answer = Answer(asked, self._tokenizer)
             outputs = self._calls.generate(asked, context.id(), context.id(), context.trace_id or "")

@@ -175,6 +175,15 @@ def test_an_adapter_of_the_sources_stays_a_model_when_a_client_sends_other_weigh
     assert all(set(worker.cards) == {"x"} for worker in fleet.workers.values())
 
 
+def test_a_request_for_the_model_of_a_card_that_names_no_adapter_is_not_the_base_models(fleet: FakeFleet) -> None:
+    adapters = fleet[1].adapters
+    run(fleet[1].catalogue.load("x", "/a"))
+    for model, lora_name in ((BASE, ""), ("", ""), ("x", "x"), ("unknown", "")):
+        adapters.check_meant(model, lora_name)
+    with pytest.raises(InvalidRequest, match="x is a LoRA adapter, and the request names no adapter"):
+        adapters.check_meant("x", "")
+
+
 def test_sources_are_looked_at_again(fleet: FakeFleet) -> None:
     one = fleet[1]
     one.in_sources = ["s", "t"]
