@@ -245,6 +245,19 @@ def test_attention_over_8_bit_rows_by_queries_of_16_bits(implementation, sequenc
     _check_attention(implementation, case)
 
 
+@pytest.mark.parametrize("factor", [2.0**-10, 2.0**13])
+def test_small_and_large_values_of_8_bit_rows_are_as_exact_as_others(implementation, factor):
+    """Weights of float16 take in the scales of values: neither may such products lose bits, nor overflow."""
+    case = implementation.caches_of(
+        attention_cases.make_case("one head", "chunks behind a prefix", torch.float16, torch.int8)
+    )
+    expected = reference.paged_attention(*attention_cases.fields(case.to("cpu"), torch.float64)) * factor
+    values = KVCodes(case.values.codes, case.values.scales * factor)
+    actual = implementation.paged_attention(*attention_cases.fields(replace(case, values=values)))
+    tolerance = attention_cases.TOLERANCE[torch.float16]
+    torch.testing.assert_close(actual.cpu().double(), expected, atol=tolerance * factor, rtol=tolerance)
+
+
 @pytest.mark.parametrize("code_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [4, 12, 64, 80])

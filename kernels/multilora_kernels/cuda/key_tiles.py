@@ -10,6 +10,13 @@ import triton.language as tl
 from multilora_kernels.cuda.tanh import tanh
 from multilora_kernels.cuda.tiles import IS_INTERPRETED, LOG2_OF_E, exact_dot, float8_values
 
+RAISED = tl.constexpr(64.0)
+"""Sums of values in codes are so many times too large beside weights of float16.
+
+Weights take in the scales of values. Scales of values of order one are about 2^-6, and below 2^-14 a float16 loses
+bits. Those of the largest float16, 65,504, are 516 for int8: so many times larger they are still below it.
+"""
+
 
 @triton.jit
 def load_slots(table, position, end, first_key, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
@@ -79,8 +86,8 @@ def add_keys(
 ):
     """The sums of queries with a tile of keys more: sum of weighted values, largest score, and sum of weights.
 
-    totals: tiles of `no_values`. top: of scores in base 2, as the hardware has exponentials. q: [queries, dims].
-    keys_ptr, values_ptr, and for codes key_scales_ptr, value_scales_ptr: of the head, in slot 0. slots: of
+    totals: tiles of `no_values`, see `RAISED`. top: of scores in base 2, as the hardware has exponentials. q: [queries,
+    dims]. keys_ptr, values_ptr, and for codes key_scales_ptr, value_scales_ptr: of the head, in slot 0. slots: of
     `load_slots`. positions: [keys]. is_key: [keys], only keys are loaded; None if all are. newest: position of the last
     key that each query sees, None if all see all keys of the tile. distance_bias_ptr: of
     `AttentionOptions.distance_bias`, or None; a query's row of it begins at element bias_rows. queries: their
@@ -134,7 +141,10 @@ def add_keys(
         v = _load_tile(values_ptr + places[:, None] + dims[None, :], is_dim, is_key, 0)
         return (_add_weighted(weights, v, totals[0] * shrink, WEIGHT_DTYPE),), new_top, weight_sum
     else:
-        weights *= _load_scales(value_scales_ptr + rows, is_key)[None, :]
+        scales = _load_scales(value_scales_ptr + rows, is_key)
+        if tl.float16 == WEIGHT_DTYPE:
+            scales *= RAISED
+        weights *= scales[None, :]
         pairs = tl.arange(0, q.shape[1] // 2)
         is_pair = None if q.shape[1] == HEAD_DIM else pairs * 2 < HEAD_DIM
         ptrs = (values_ptr + places[:, None]).to(tl.pointer_type(tl.int16))

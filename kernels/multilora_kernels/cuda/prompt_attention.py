@@ -16,7 +16,7 @@ import triton.language as tl
 
 from multilora_kernels.cuda.block_sizes import BlockSizes, attention_sizes, capability, key_kind
 from multilora_kernels.cuda.integers import next_power_of_2
-from multilora_kernels.cuda.key_tiles import add_keys, dims_of_tile, load_slots, no_values
+from multilora_kernels.cuda.key_tiles import RAISED, add_keys, dims_of_tile, load_slots, no_values
 from multilora_kernels.cuda.kv_rows import parts_of
 from multilora_kernels.cuda.tiles import LOG2_OF_E
 from multilora_kernels.kv_rows import KVRows, kv_head_dim
@@ -219,6 +219,8 @@ def prompt_kernel(
                 scale, softcap, HAS_SOFTCAP, HEAD_DIM, BLOCK_N, BLOCK_SIZE, q.dtype,
             )  # fmt: skip
             slots = next_slots
+    if value_scales_ptr is not None and q.dtype == tl.float16:
+        weight_sum *= RAISED
     out_rows = out_ptr + (tokens * (num_kv_heads * GROUP) + heads) * HEAD_DIM
     for i in tl.static_range(TILES):
         out_dims = dims_of_tile(i, BLOCK_D, TILES)
