@@ -97,6 +97,7 @@ class BlockAllocator:
         """
         assert not sequence.block_table.length
         sequence.block_table.weights_version = self._weights_version
+        sequence.block_table.num_starts += 1
         known = self._known_prefix(sequence)
         num_hit_tokens = len(known) * self.block_size
         table = sequence.block_table

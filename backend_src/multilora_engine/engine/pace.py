@@ -172,7 +172,8 @@ class Step:
         is_sampled = start + num_tokens == sequence.num_tokens
         source = sequence.source
         encodes_source = source is not None and not source.is_computed and source not in self._sources
-        added = ScheduledSequence(sequence, start, num_tokens, is_sampled, encodes_source)
+        num_starts = sequence.block_table.num_starts
+        added = ScheduledSequence(sequence, start, num_tokens, is_sampled, encodes_source, num_starts)
         self._scheduled[sequence] = added
         self.budget -= num_tokens
         if encodes_source and source is not None:

@@ -201,12 +201,12 @@ class Scheduler:
         """A scheduled step has been computed: the blocks it wrote to the KV cache may be found by other sequences.
 
         Sequences that have ended or were preempted meanwhile have no blocks any more, or, if they have started again,
-        others: what these lack is not known yet.
+        others, which this step has not written.
         """
         for scheduled in step:
             sequence, end = scheduled.sequence, scheduled.start + scheduled.num_tokens
-            if sequence.block_table.length and end <= sequence.num_computed_tokens:
-                if scheduled.encodes_source and not sequence.num_missing_source_tokens:
+            if sequence.block_table.length and scheduled.num_starts == sequence.block_table.num_starts:
+                if scheduled.encodes_source:
                     self._blocks.commit_source(sequence)
                 self._blocks.commit(sequence, scheduled.start, end)
 

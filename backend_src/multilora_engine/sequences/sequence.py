@@ -99,12 +99,16 @@ class BlockTable:
 
     keys: the keys of the first full blocks, as far as the allocator has needed them.
     weights_version: the allocator's version of the weights when the sequence started.
+    num_starts: how often it has started: after a preemption it has other blocks.
     num_allocated: how many blocks the sequence was ever given.
     num_reused: how many of these came with the keys and values of its tokens.
     num_cached_tokens: how many of its tokens had keys and values when it first started.
     """
 
-    __slots__ = ("_ids", "keys", "length", "num_allocated", "num_cached_tokens", "num_reused", "weights_version")
+    __slots__ = (
+        *("_ids", "keys", "length", "num_allocated", "num_cached_tokens", "num_reused", "num_starts"),
+        "weights_version",
+    )
 
     def __init__(self) -> None:
         self._ids: NDArray[np.int64] = np.empty(_MIN_ROOM, np.int64)
@@ -113,6 +117,7 @@ class BlockTable:
         self.num_allocated = 0
         self.num_reused = 0
         self.num_cached_tokens = 0
+        self.num_starts = 0
         self.weights_version = 0
 
     def __len__(self) -> int:
@@ -413,6 +418,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     start: the sequence's `num_computed_tokens` when it was scheduled.
     is_sampled: whether the step computes the sequence's last token, so that the logits give the next token.
     encodes_source: whether the step encodes the sequence's source before.
+    num_starts: of the sequence's `BlockTable`, whose blocks the step writes.
     """
 
     sequence: Sequence
@@ -420,6 +426,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     num_tokens: int
     is_sampled: bool
     encodes_source: bool = False
+    num_starts: int = 0
 
     @property
     def num_source_tokens(self) -> int:

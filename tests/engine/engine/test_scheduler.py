@@ -606,6 +606,19 @@ def test_a_step_before_a_preemption_makes_nothing_known_of_the_blocks_after_it(s
     assert (scheduled.start, scheduled.encodes_source) == (0, False)
 
 
+def test_a_step_before_a_preemption_makes_nothing_known_of_blocks_whose_own_step_fails() -> None:
+    world = World(num_blocks=12, budget=12)
+    one = world.add(12, 4)
+    before = world.scheduler.schedule()
+    world.scheduler._preempt(one)
+    assert [s.num_tokens for s in world.scheduler.schedule()] == [12]
+    world.scheduler.commit(before)
+    world.finish(one)
+    world.add(12, 4)
+    (scheduled,) = world.step()
+    assert scheduled.start == 0
+
+
 def test_an_adapter_with_one_request_waits_for_no_long_queue_of_another() -> None:
     world = World(num_blocks=60, max_num_seqs=2, budget=20)
     many = [world.add(2, 3, 0) for _ in range(30)]
