@@ -89,6 +89,10 @@ _CHUNK_SIZES = (CHUNK_SIZE, PREFILL_CHUNK_SIZE, ROWS)
 _SEGMENTED_ROWS = (MAX_DECODE_TOKENS + 88, 2100)
 """The tokens of batches with prompts. Their kernels have other tile sizes than the kernels of decodes."""
 
+_PROMPT_ROWS = 448
+"""So many that a program expands several blocks of outputs of a linear as wide as the gate and up of half a billion
+parameters."""
+
 _CODED_OUTPUTS, _FEW_ROWS, _MANY_ROWS = 1024, 3, 300
 
 _COMPARED_EXPERTS = 6
@@ -126,7 +130,10 @@ def comparisons(shapes: OperatorShapes) -> list[Comparison]:
 
 def _of_adapters(shapes: OperatorShapes) -> Iterator[Comparison]:
     of_rows = dict.fromkeys((shapes.num_rows, *shapes.more_rows))
-    for (in_features, slice_sizes), rows, chunk_size in itertools.product(shapes.linears, of_rows, _CHUNK_SIZES):
+    widest = max(shapes.linears, key=lambda linear: sum(linear[1]))
+    of_prompts = (widest, _PROMPT_ROWS, PREFILL_CHUNK_SIZE)
+    cases = (*itertools.product(shapes.linears, of_rows, _CHUNK_SIZES), of_prompts)
+    for (in_features, slice_sizes), rows, chunk_size in cases:
         described = (
             f"{in_features} inputs, outputs {slice_sizes}, {rows} rows {_cut(chunk_size)}, "
             f"ranks {_ranks(shapes)}, {shapes.dtype}, {shapes.lora_dtype}"
