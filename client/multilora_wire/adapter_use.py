@@ -48,7 +48,10 @@ MAX_TEXT_BYTES = 256 << 10
 """Of an `AdapterUse` as JSON: every tier keeps it in memory."""
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Tokens that `tokenizer_config.json` names, and that a template may write by these names."""
+"""Tokens that `tokenizer_config.json` names, and that a template may write by these names.
+
+A model may have others, such as `image_token`.
+"""
 
 
 class UseError(ValueError):

@@ -138,7 +138,8 @@ class UseReader:
         templates = self._templates(files, config)
         written = "".join((templates or self._tokenizer.templates).values())
         # Where a name has no token, a template writes nothing.
-        named = {name: "" for name in NAMED_TOKENS if name in written and config.get(name, name) is None}
+        names = {*NAMED_TOKENS, *self._tokenizer.named_tokens}
+        named = {name: "" for name in names if name in written and config.get(name, name) is None}
         named |= {name: token for name, token in _named(config) if name in written}
         pad = None if "pad_token" in named else dict(_named(config)).get("pad_token")
         self._check_tokens(_added(files, config), has_token_rows, written, pad, config)
@@ -256,11 +257,14 @@ def _decode(name: str, files: Mapping[str, str], kind: Any) -> Any:
 
 
 def _named(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The tokens of tokenizer_config.json by their names; older versions write a token as an object."""
-    for name in NAMED_TOKENS:
-        token = config.get(name)
+    """The tokens of tokenizer_config.json by their names, which may be a model's own, such as `image_token`.
+
+    Older versions write a token as an object.
+    """
+    own = config.get("extra_special_tokens")
+    for name, token in {**config, **(own if isinstance(own, dict) else {})}.items():
         content = token.get("content") if isinstance(token, dict) else token
-        if isinstance(content, str):
+        if name.endswith("_token") and isinstance(content, str):
             yield name, content
 
 

@@ -195,7 +195,7 @@ def _read_by_transformers(path: Path) -> TokenizerFiles:
             tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         ),
         _templates_of(tokenizer.chat_template),
-        {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name in NAMED_TOKENS},
+        {name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)},
         lambda: tokenizer,
     )
 

@@ -86,6 +86,11 @@ def adapters(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     other_tokens = config | {"eos_token": "<|endoftext|>"}
     save_folder(model_dir, root / "named", 2, chat_template_jinja=ARR, tokenizer_config_json=other_tokens)
     save_copy(root / "arr", root / "nameless", tokenizer_config_json=config | {"bos_token": None})
+    own_name = {
+        "tokenizer_config_json": config | {"boi_token": "<|im_start|>"},
+        "chat_template_jinja": ARR + "{{ boi_token }}",
+    }
+    save_copy(root / "arr", root / "own_name", **own_name)
     own = {"system_prompt": "Be brief.", "max_tokens": 3}
     save_folder(model_dir, root / "terse", 3, chat_template_jinja=TERSE, multilora_json=own)
     drawn = {"do_sample": True, "temperature": 0.5, "top_k": 7, "eos_token_id": [9, 2], "max_new_tokens": 5}
@@ -145,7 +150,7 @@ def expected(folder: Path, messages: Any = CHAT, **more: Any) -> list[int]:
 
 
 def test_two_adapters_in_one_batch_get_each_the_prompt_of_its_folder(front: GenerationFront, adapters: Path) -> None:
-    names = ["arr", "plain", "terse", "named", "nameless"]
+    names = ["arr", "plain", "terse", "named", "nameless", "own_name"]
     tensors = {
         "messages": [[json.dumps(CHAT)] for _ in names],
         "lora_name": np.array([[name.encode()] for name in names], object),
@@ -159,6 +164,7 @@ def test_two_adapters_in_one_batch_get_each_the_prompt_of_its_folder(front: Gene
             expected(adapters / "terse", [{"role": "system", "content": "Be brief."}, *CHAT]),
             expected(adapters / "named"),
             expected(adapters / "nameless"),
+            expected(adapters / "own_name"),
         ]
     assert prompt_of(ask(front, chat("arr"))[0]) != prompt_of(ask(front, chat("plain"))[0])
 

@@ -28,6 +28,7 @@ from transformers import (
 
 from multilora_engine.errors import ConfigError, InvalidRequest
 from multilora_engine.text.tokenizer import Tokenizer
+from multilora_wire.adapter_use import AdapterUse
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -305,6 +306,17 @@ class TestFiles:
             with pytest.raises(ConfigError, match="transformers"):
                 Tokenizer(path)
         self.assert_same(path)
+
+    @pytest.mark.parametrize("own", [{"image_token": "<s>"}, {"extra_special_tokens": {"image_token": "<s>"}}])
+    def test_an_adapters_template_may_write_tokens_by_the_models_own_names(
+        self, tmp_path: Path, own: dict[str, Any]
+    ) -> None:
+        path = byte_level_tokenizer(tmp_path, PLAIN_CONFIG | own)
+        template = "{{ image_token }}{{ messages[0].content }}{{ eos_token }}"
+        theirs = AutoTokenizer.from_pretrained(path)
+        expected = theirs.apply_chat_template(CHAT, chat_template=template, return_dict=False)
+        use = AdapterUse(chat_templates={"default": template})
+        assert Tokenizer(path).apply_chat_template(CHAT, use=use) == expected
 
     def test_more_chat_templates_are_those_of_transformers(self, tmp_path: Path) -> None:
         path = byte_level_tokenizer(tmp_path, PLAIN_CONFIG)
