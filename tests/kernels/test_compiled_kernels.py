@@ -267,8 +267,18 @@ def test_a_cache_in_codes_compiles_without_spills(capability, dtype, codes):
         # A scale a thread has 4 bytes.
         _check_decode(used, capability, (4,))
         assert used.registers <= (168 if capability == 120 else _DECODE_REGISTERS)
-        _check(prompt_resources(4, 128, _BLOCK, dtype, capability, has_softcap, codes), capability)
+        used = prompt_resources(4, 128, _BLOCK, dtype, capability, has_softcap, codes, has_window=has_softcap)
+        _check(used, capability)
     _check(rotation_resources(128, dtype, capability, codes), capability)
+
+
+@pytest.mark.parametrize("capability", [pytest.param(each, marks=_IS_LONG) for each in (80, 86, 89, 90, 100, 120)])
+@pytest.mark.parametrize("codes", ["int8", "fp8"])
+def test_large_heads_in_codes_compile_without_spills(capability, codes):
+    for has_options in (False, True):
+        _check_decode(decode_resources(2, 256, _BLOCK, "fp16", capability, has_options, codes), capability, (4,))
+        used = prompt_resources(2, 256, _BLOCK, "fp16", capability, has_options, codes, has_window=has_options)
+        _check(used, capability)
 
 
 @pytest.mark.parametrize("codes", ["", "int8"])
