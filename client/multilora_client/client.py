@@ -36,7 +36,9 @@ from multilora_client.operations import (
     parse_layout,
     parse_model,
     parse_report,
+    parse_request_names,
     parse_sites,
+    request_names_fields,
     which_adapter,
 )
 from multilora_client.options import ChatOptions, GenerateOptions
@@ -230,6 +232,13 @@ class Client:
         """Every adapter of the server, by task id, and every alias, by owner and name."""
         response = self._transport.infer(operation_request("list"))
         return parse_adapters(response), parse_aliases(response)
+
+    def list_names(self, names: Sequence[str] = ()) -> list[str]:
+        """The names by which this client's requests can ask for adapters and aliases of the server, in a tier or not.
+
+        names: instead of all, those of these.
+        """
+        return parse_request_names(self._transport.infer(operation_request("list", request_names_fields(names))))
 
     def list_aliases(self) -> list[Alias]:
         """Every alias of the server, by owner and name."""
@@ -428,6 +437,11 @@ class AsyncClient:
         """Every adapter of the server, by task id, and every alias, by owner and name."""
         response = await self._transport.infer(operation_request("list"))
         return parse_adapters(response), parse_aliases(response)
+
+    async def list_names(self, names: Sequence[str] = ()) -> list[str]:
+        """The names by which requests can ask for adapters and aliases; see Client.list_names."""
+        response = await self._transport.infer(operation_request("list", request_names_fields(names)))
+        return parse_request_names(response)
 
     async def list_aliases(self) -> list[Alias]:
         """Every alias of the server, by owner and name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -76,6 +76,11 @@ def which_adapter(adapter: int | str, tenant: str = "", expected_digest: str | N
     return named if expected_digest is None else named | {"expected_digest": expected_digest}
 
 
+def request_names_fields(names: Sequence[str]) -> dict[str, Any]:
+    """The fields of a `list` of what requests can name. names: instead of all, those of these."""
+    return {"is_for_requests": True} | ({"names": [*names]} if names else {})
+
+
 def load_fields(adapter: int | str, source: str, path: str, expected_digest: str | None = None) -> dict[str, int | str]:
     """The fields of a `load`. A server that knows no paths refuses the field, so it goes only where there is a path."""
     which = which_adapter(adapter, expected_digest=expected_digest)
@@ -114,6 +119,11 @@ def parse_adapter(response: Response) -> AdapterInfo:
 
 def parse_aliases(response: Response) -> list[Alias]:
     return [_parse_alias(fields) for fields in parse_report(response).get("aliases", ())]
+
+
+def parse_request_names(response: Response) -> list[str]:
+    adapters, aliases = parse_adapters(response), parse_aliases(response)
+    return [*(adapter.name for adapter in adapters if adapter.name), *(alias.name for alias in aliases)]
 
 
 def parse_alias(response: Response) -> Alias:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -121,11 +121,12 @@ class AdapterOperator:
         InvalidRequest or Unavailable, and changes nothing then.
         """
         match operation:
-            case ListAdapters(names, tenant) if names:
+            case ListAdapters(names, tenant, is_for_requests=False) if names:
                 return self._look_up(names, tenant, scope)
-            case ListAdapters():
+            case ListAdapters(names):
                 keys = self._remote.list_sources()
-                return PendingReport(keys.done, lambda: self._list(keys.result(), scope))
+                make = partial(self._look_up_everywhere, names) if names else self._list
+                return PendingReport(keys.done, lambda: make(keys.result(), scope))
             case LoadAdapter():
                 return self._load(operation)
             case CombineAdapters():
@@ -188,11 +189,22 @@ class AdapterOperator:
         return _list_of(adapters.values(), self._adapters.aliases.describe(), scope)
 
     def _look_up(self, names: Iterable[str], tenant: str, scope: AdapterScope) -> AdapterList:
-        found = []
-        for task_id in {scoped_task_id(tenant, task_id_of(name)) for name in names}:
+        return _list_of(self._in_tiers({scoped_task_id(tenant, task_id_of(name)) for name in names}), [], scope)
+
+    def _look_up_everywhere(
+        self, names: Collection[str], in_sources: Iterable[AdapterKey], scope: AdapterScope
+    ) -> AdapterList:
+        task_ids = {scoped_task_id(tenant, task_id_of(name)) for tenant in ("", scope.tenant) for name in names}
+        coming = (*self._remote.describe(), *map(describe_remote, in_sources))
+        adapters = {_task_id(info): info for info in coming if info.name in names}
+        adapters |= {_task_id(info): info for info in self._in_tiers(task_ids)}
+        aliases = filter(None, map(self._adapters.aliases.get, task_ids))
+        return _list_of(adapters.values(), aliases, scope)
+
+    def _in_tiers(self, task_ids: Iterable[TaskId]) -> Iterator[AdapterInfo]:
+        for task_id in task_ids:
             with suppress(AdapterNotFound):
-                found.append(self._adapters.inventory.info(task_id))
-        return _list_of(found, [], scope)
+                yield self._adapters.inventory.info(task_id)
 
     def _change_aliases(
         self, name: str, may_begin: Callable[[], bool], begin: Callable[[], tuple[Alias, Future[None]]]

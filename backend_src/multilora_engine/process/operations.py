@@ -70,10 +70,13 @@ class ListAdapters(_Operation, frozen=True, tag="list"):
 
     names: instead of all, those adapters of a tenant, or of the server, that a tier has under these names; they are
     looked up, and no source is asked.
+    is_for_requests: only adapters and aliases that a request of the sender means by their names, and of `names` those
+    in the sources, too.
     """
 
     names: list[str] = msgspec.field(default_factory=list)
     tenant: str = ""
+    is_for_requests: bool = False
 
 
 class UnloadAdapter(_OnAdapter, frozen=True, tag="unload"):

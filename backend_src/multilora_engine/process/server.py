@@ -47,7 +47,7 @@ from multilora_engine.process.messages import (
     error_output,
     read_adapter,
 )
-from multilora_engine.process.operations import LoadReport, ModelReport, Report
+from multilora_engine.process.operations import ListAdapters, LoadReport, ModelReport, Report
 from multilora_engine.process.routes import RateLimits, Route, Routes
 from multilora_engine.process.telemetry import AdapterUsage, RequestTelemetry
 from multilora_engine.request import GenerationRequest, TokenOutput
@@ -367,7 +367,9 @@ class EngineServer:
         self._fronts.add(front, TokenOutput(message.request_id, [], "", finish_reason="stop"))
 
     def _operate(self, front: bytes, message: Operate) -> None:
-        self._rates.admit(message.sender, 1)
+        # A door looks a name up to admit a request, which is the one that counts.
+        is_look_up = isinstance(message.operation, ListAdapters) and message.operation.names
+        self._rates.admit(message.sender, 0 if is_look_up else 1)
         report = self._operator.execute(message.operation, message.scope)
         if not isinstance(report, PendingReport):
             self._fronts.add(front, report_output(message.request_id, report))

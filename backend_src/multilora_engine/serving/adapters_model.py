@@ -14,6 +14,7 @@ from multilora_engine.errors import InvalidRequest, PermissionDenied
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.process.operations import (
     CombineAdapters,
+    ListAdapters,
     LoadAdapter,
     NamedMember,
     Operation,
@@ -48,7 +49,9 @@ class AdaptersFront(Front):
         if (num_bytes := len(text.encode())) > _MAX_OPERATION_BYTES:
             raise InvalidRequest(f"the operation has {num_bytes} bytes, at most {_MAX_OPERATION_BYTES} are accepted")
         operation = grant_operation(parse_operation(text), rights)
-        self._link.client.operate(TextReply(responder, "response"), new_id(), operation, rights.scope, rights.sender)
+        is_for_requests = isinstance(operation, ListAdapters) and operation.is_for_requests
+        scope = rights.scope_of_requests if is_for_requests else rights.scope
+        self._link.client.operate(TextReply(responder, "response"), new_id(), operation, scope, rights.sender)
 
 
 def grant_operation(operation: Operation, rights: Rights) -> Operation:

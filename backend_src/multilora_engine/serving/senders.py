@@ -45,6 +45,13 @@ class Rights:
         """The adapters that the sender may see."""
         if self.caller is None or self.runs_the_server:
             return AdapterScope()
+        return self.scope_of_requests
+
+    @property
+    def scope_of_requests(self) -> AdapterScope:
+        """The adapters that the sender's own requests mean by their names: none of other tenants, whoever it is."""
+        if self.caller is None:
+            return AdapterScope(False, shared=("*",))
         return AdapterScope(False, self.caller.tenant, self.caller.entry.adapters)
 
     @property

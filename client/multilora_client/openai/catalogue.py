@@ -107,14 +107,14 @@ class Access:
     @property
     def names(self) -> list[str]:
         """The names of the catalogue that the caller may use."""
-        return [name for name in self.catalogue.names if self._may_use(name)]
+        return [name for name in self.catalogue.names if self.may_use(name)]
 
     def model(self, name: str, param: str = "model") -> NamedModel:
         """The model of this name. Raises Failure (404, 403), regardless of adapters beyond the catalogue.
 
         param: the field of the request that has the name.
         """
-        if not self._may_use(name):
+        if not self.may_use(name):
             raise Failure(403, f"this API key may not use model {name!r}", "model_not_allowed", param)
         if self.sees_the_server and name not in self.catalogue.names and is_plain_name(name):
             return NamedModel(name, lora_name=name)
@@ -134,7 +134,8 @@ class Access:
                 "not_allowed",
             )
 
-    def _may_use(self, name: str) -> bool:
+    def may_use(self, name: str) -> bool:
+        """Whether the caller may use the model of this name, if there is one."""
         if self.caller is None:
             return True
         if name == self.catalogue.base:

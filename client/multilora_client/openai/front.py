@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,10 +16,13 @@ from multilora_client.console.state import Console
 from multilora_client.errors import MultiloraClientError, RateExceeded, Unauthenticated
 from multilora_client.openai.catalogue import Access, Catalogue
 from multilora_client.openai.connections import network_of
-from multilora_client.openai.errors import Failure
+from multilora_client.openai.errors import Failure, quoted
 from multilora_client.openai.metrics import FrontMetrics
 from multilora_client.openai.settings import FrontSettings
 from multilora_client.operations import ModelInfo
+
+_FREE_S = 5.0
+"""The seconds for which the server's word holds that it has no adapter of the base model's name."""
 
 _PATIENCE_S = 5.0
 """The seconds to wait for a server that says nothing: probes give up not much later."""
@@ -34,6 +38,7 @@ class OpenaiFront:
     metrics: FrontMetrics
     started_s: int
     _clients: dict[str, AsyncClient] = field(default_factory=dict, init=False)
+    _hidden: dict[str, tuple[float, asyncio.Future[list[str]]]] = field(default_factory=dict, init=False)
 
     def client_of(self, access: Access) -> AsyncClient:
         """The client that asks the server for a caller: with its key, if the server has keys, too.
@@ -61,6 +66,32 @@ class OpenaiFront:
         Raises Failure (503) when it does not tell soon, Unauthenticated, RateExceeded.
         """
         return await _soon(self.client_of(access).describe_model())
+
+    async def check_base(self, access: Access) -> None:
+        """Raises Failure (400) where the base model's name hides an adapter of the server: a caller who names it may
+        mean either. The server is asked for it by each key, at most once in some seconds while it has none.
+        """
+        if not access.sees_the_server:
+            return
+        base, who = self.catalogue.base, "" if access.caller is None else access.caller.id
+        asked_s, hidden = self._hidden.get(who, (-_FREE_S, None))
+        if hidden is None or time.monotonic() - asked_s > _FREE_S:
+            hidden = asyncio.ensure_future(self.client_of(access).list_names([base]))
+            self._hidden[who] = time.monotonic(), hidden
+        try:
+            names = await asyncio.shield(hidden)
+        except MultiloraClientError:
+            self._hidden.pop(who, None)
+            raise
+        if names:
+            self._hidden.pop(who, None)
+            raise Failure(
+                400,
+                f"{quoted(base)} is the name of the base model here, and of an adapter or alias of the server: start "
+                "the front with another --base-model, or give the adapter another name",
+                "ambiguous_model",
+                "model",
+            )
 
     async def check_server(self) -> None:
         """Raises Failure (503) if the front's server does not answer soon. A demand for a key is an answer."""

@@ -46,7 +46,7 @@ class Server:
         self.pieces = PIECES
         self.finish_reason = "stop"
         self.outputs: dict[str, list[Any]] = {}
-        self.report: dict[str, Any] = MODEL
+        self.report: dict[str, Any] = {**MODEL, "adapters": []}
         self.token_ids = [5, 6, 7]
         self.refuses_tools = False
         self.error: Exception | None = None

@@ -17,7 +17,7 @@ from multilora_client import AdapterTensors
 from multilora_client.cli import app
 from multilora_client.openai import serving
 
-MODEL = {"model": "tiny", "max_model_len": 4096, "vocab_size": 11, "version": "1"}
+MODEL = {"model": "tiny", "max_model_len": 4096, "vocab_size": 11, "version": "1", "adapters": []}
 
 
 def run(*arguments: object) -> Result:

@@ -218,6 +218,18 @@ def sourced(tmp_path: Path) -> Iterator[EngineLink]:
     fetcher.close()
 
 
+def test_the_names_that_requests_can_ask_for_are_those_of_tiers_sources_and_aliases(sourced: EngineLink) -> None:
+    upload(sourced, 7)
+    operate(sourced, "alias", name="chat", members=[{"name": "v1", "weight": 1}])
+    everything = operate(sourced, "list", is_for_requests=True)
+    assert {7, task_id_of("broken")} <= {adapter["lora_task_id"] for adapter in everything["adapters"]}
+    for name, kind in (("broken", "adapters"), ("chat", "aliases"), ("base", "")):
+        found = operate(sourced, "list", is_for_requests=True, names=[name])
+        assert {k: [each["name"] for each in listed] for k, listed in found.items() if listed} == (
+            {kind: [name]} if kind else {}
+        )
+
+
 def test_an_adapter_is_loaded_from_its_source_and_answered_for_when_it_is_there(sourced: EngineLink) -> None:
     loading = FakeRequest({"request": [['{"operation": "load", "name": "acme/pirate"}']]}, output_names=("response",))
     AdaptersFront(sourced).accept(loading)

@@ -348,12 +348,8 @@ class Tenants(RuleBasedStateMachine):
             assert {model["id"] for model in answer.json()["data"]} == base | self.visible_names(who)
 
     def visible_names(self, who: str) -> set[str]:
-        """Of adapters that there are: its tenant's own and the server's that it may use; all for the operator."""
-        tenant = KEYS[who].get("tenant", "")
-        if who == "operator":
-            return {name for name in NAMES for key in self.owned if key[1] == number(name)}
-        own = {name for name in NAMES if tenant and (tenant, number(name)) in self.owned}
-        return own | {name for name in NAMES if ("", number(name)) in self.owned and is_shared(who, name)}
+        """Of adapters that there are: those that its requests mean by their names."""
+        return {name for name in NAMES if self.means(who, name) in self.owned}
 
     @rule(who=WHO, name=st.sampled_from(NAMES), is_chat=st.booleans())
     def complete(self, who: str, name: str, is_chat: bool) -> None:

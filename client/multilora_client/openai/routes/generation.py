@@ -48,7 +48,7 @@ class _Reply(Protocol):
 
 @router.post("/v1/chat/completions", response_model=None)
 async def complete_chat(body: ChatRequest, request: Request, caller: Caller, front: TheFront) -> Response:
-    inquiry = _inquiry(_model(body, caller, front), request, caller, front)
+    inquiry = await _inquiry(_model(body, caller, front), request, caller, front)
     settings = front.settings
     tool_format = TOOL_FORMATS.get(settings.tool_call_parser)
     reply = ChatReply(body, inquiry.request_id, tool_format, settings.reasoning_parser)
@@ -57,7 +57,7 @@ async def complete_chat(body: ChatRequest, request: Request, caller: Caller, fro
 
 @router.post("/v1/completions", response_model=None)
 async def complete(body: CompletionRequest, request: Request, caller: Caller, front: TheFront) -> Response:
-    inquiry = _inquiry(_model(body, caller, front), request, caller, front)
+    inquiry = await _inquiry(_model(body, caller, front), request, caller, front)
     if body.echo and (await front.describe_model(caller)).has_encoder:
         raise Failure(
             400, "echo: the model has an encoder, and no answer continues the prompt", "unsupported_value", "echo"
@@ -67,7 +67,7 @@ async def complete(body: CompletionRequest, request: Request, caller: Caller, fr
 
 @router.post("/v1/responses", response_model=None)
 async def respond(body: ResponsesRequest, request: Request, caller: Caller, front: TheFront) -> Response:
-    inquiry = _inquiry(caller.model(body.model), request, caller, front)
+    inquiry = await _inquiry(caller.model(body.model), request, caller, front)
     settings = front.settings
     tool_format = TOOL_FORMATS.get(settings.tool_call_parser)
     reply = ResponsesReply(body, inquiry.request_id, tool_format, settings.reasoning_parser)
@@ -87,7 +87,9 @@ def _model(body: Sampling, caller: Access, front: OpenaiFront) -> NamedModel:
     return caller.model(body.lora_path, "lora_path")
 
 
-def _inquiry(model: NamedModel, request: Request, caller: Caller, front: OpenaiFront) -> Inquiry:
+async def _inquiry(model: NamedModel, request: Request, caller: Caller, front: OpenaiFront) -> Inquiry:
+    if model.name == front.catalogue.base:
+        await front.check_base(caller)
     name = front.name_of(caller, request.client.host if request.client else "")
     return Inquiry(front.client_of(caller), model, uuid.uuid4().hex, traceparent_of(request), name)
 

@@ -47,16 +47,16 @@ def _card(name: str, front: OpenaiFront, max_model_len: int | None) -> dict[str,
 
 
 async def _names_at_server(front: OpenaiFront, caller: Access) -> list[str]:
-    """The names of the server's adapters and aliases, where they are models for the caller."""
+    """The names that the caller's requests can ask for at the server, where its adapters are models for the caller."""
     if not caller.sees_the_server:
         return []
     try:
-        adapters, aliases = await front.client_of(caller).list_all()
+        names = await front.client_of(caller).list_names()
     except Unavailable:
         if caller.key:
             raise
         return []  # the list tells whether the front answers, too
-    return [*(adapter.name for adapter in adapters if adapter.name), *(alias.name for alias in aliases)]
+    return [name for name in names if caller.may_use(name)]
 
 
 async def _max_model_len(front: OpenaiFront, caller: Access) -> int | None:
