@@ -55,6 +55,12 @@ LOST_INPUTS = {
     "the same in a stream": ("generation", {"Lora_Id": 101}, "lora_id is a parameter"),
     "another server's name": ("ensemble", {"parameters": {"adapter_id": "pirate"}}, "adapter_id is a parameter"),
     "the ensembles' name": ("generation_unary", {"top_k": 2}, "which has it as runtime_top_k"),
+    "an adapter as the model": ("generation_unary", {"model": "pirate"}, "model is 'pirate', no model of this server"),
+    "an adapter as the model of an ensemble": (
+        "ensemble_unary",
+        {"model": "pirate"},
+        "model is 'pirate', no model of this server",
+    ),
     "a name that no ensemble has": ("ensemble_unary", {"runtime_top_p": 0.5}, "which has it as top_p"),
 }
 
@@ -66,6 +72,13 @@ def test_an_input_that_http_generate_does_not_know_is_not_lost(server: ServerPro
     response = httpx2.post(f"http://{server.http_url}/v2/models/{model}/generate", json=body, timeout=300)
     assert response.status_code == 400
     assert message in response.json()["error"]
+
+
+def test_the_model_of_the_address_may_be_named_in_the_body_too(server: ServerProcess) -> None:
+    for model in ("generation_unary", "ensemble_unary"):
+        body = {"text_input": "Hello", "max_tokens": 3, "model": model}
+        url = f"http://{server.http_url}/v2/models/{model}/generate"
+        assert httpx2.post(url, json=body, timeout=300).status_code == 200
 
 
 def test_a_parameter_of_a_request_chooses_no_adapter(triton_grpc: GrpcClient, triton_http: HttpClient) -> None:

@@ -8,7 +8,7 @@ import logging
 import os
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,9 @@ _FIRST_CONTACT_S = 5.0
 class EngineLink:
     """The engine's client, description and tokenizer. All options come from the engine, which has all parameters."""
 
-    def __init__(self, socket_path: Path) -> None:
+    def __init__(self, socket_path: Path, model_names: Collection[str] = ()) -> None:
+        """model_names: of Triton's models, which clients may name in a request's body, too."""
+        self._model_names = model_names
         self.client = EngineClient(socket_path)
         self._tokenizer: Tokenizer | None = None
         self._senders: SenderBook | None = None
@@ -49,6 +51,10 @@ class EngineLink:
             # Reading its JSON takes 32 MB for the default model (49,152 tokens and merges); 18 MB stay in use.
             give_back_free_memory()
         return info, self._tokenizer
+
+    def names_of_no_adapter(self, info: EngineInfo) -> set[str]:
+        """The names that Triton's models and the base model have."""
+        return {*self._model_names, info.model_path, Path(info.model_path).name}
 
     def close(self) -> None:
         self.client.close()

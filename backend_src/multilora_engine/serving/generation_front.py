@@ -50,7 +50,7 @@ from multilora_engine.serving.request_parser import (
 from multilora_engine.serving.senders import Rights
 from multilora_engine.serving.sent_adapter import has_weights, read_set, read_task_id, weights_bytes
 from multilora_engine.serving.triton_api import TritonRequest, parameters_of, trace_id_of
-from multilora_engine.serving.unsupported import refuse_lost_inputs
+from multilora_engine.serving.unsupported import OUR_NAMES, DoorNames, refuse_lost_inputs, refuse_other_models
 from multilora_engine.serving.uploads import InFlight, Uploads
 from multilora_engine.text.tokenizer import Tokenizer
 from multilora_wire.adapter_use import parse_use, use_digest
@@ -146,8 +146,17 @@ class GenerationFront(Front):
         """The inputs of a request as `generation` has them. Raises InvalidRequest for parameters that would be lost."""
         inputs = InputTensors(request, self._renamed)
         if not is_stop(inputs):
-            refuse_lost_inputs(parameters_of(request, info.limits.max_metadata_bytes))
+            parameters = parameters_of(request, info.limits.max_metadata_bytes)
+            self._refuse_lost_inputs(parameters, info)
         return inputs
+
+    def _refuse_lost_inputs(
+        self, parameters: Mapping[str, list[str]], info: EngineInfo, names: DoorNames = OUR_NAMES
+    ) -> None:
+        """Raises InvalidRequest for parameters that could have been meant for inputs, or for an adapter."""
+        named = ((name, value) for name, values in parameters.items() for value in values)
+        refuse_other_models(named, self._link.names_of_no_adapter(info), names.adapter)
+        refuse_lost_inputs(parameters, names)
 
     def _read(
         self,

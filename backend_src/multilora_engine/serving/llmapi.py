@@ -27,7 +27,6 @@ from multilora_engine.serving.triton_api import TritonRequest, parameters_of
 from multilora_engine.serving.unsupported import (
     HARMLESS_PARAMETERS,
     DoorNames,
-    refuse_lost_inputs,
     refuse_unsupported,
 )
 from multilora_engine.text.tokenizer import Tokenizer
@@ -91,7 +90,7 @@ class LlmapiFront(GenerationFront):
             return InputTensors.of({"stop": np.array([[True]])})
         parameters = parameters_of(request, info.limits.max_metadata_bytes)
         digests = parameters.pop("lora_expected_digest", [])
-        refuse_lost_inputs(parameters, _NAMES)
+        self._refuse_lost_inputs(parameters, info, _NAMES)
         refuse_unsupported(inputs)
         if _scalar(inputs, "streaming") and not self._can_stream:
             raise InvalidRequest(

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.errors import ConfigError
@@ -52,7 +53,7 @@ class GenerationModel:
             engine = EngineProcess(parameters, path, environ, command, config.engine_hang_timeout_s)
             resources.callback(engine.close)
             engine.start()
-            link = EngineLink(path)
+            link = EngineLink(path, _model_names(args))
             resources.callback(link.close)
             layout = link.client.wait_until_ready(_FIRST_CONTACT_S).adapter_layout
             check_free_space(adapter_pages(layout, layout.max_rank) * layout.page_bytes)
@@ -80,7 +81,7 @@ class DoorModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         prepare_stub(args["model_name"])
-        self._link = EngineLink(socket_path(os.getppid()))
+        self._link = EngineLink(socket_path(os.getppid()), _model_names(args))
         self._front = self._make_front(self._link, _is_decoupled(args))
 
     def execute(self, requests: list[TritonRequest]) -> None:
@@ -129,6 +130,13 @@ def engine_environ(args: Mapping[str, str], config: EngineConfig, environ: Mappi
     if args["model_instance_kind"] == "CPU" and config.device == "auto":
         return {**environ, "CUDA_VISIBLE_DEVICES": ""}
     return dict(environ)
+
+
+def _model_names(args: Mapping[str, str]) -> set[str]:
+    """The names of Triton's models in the repository of this one: an ensemble's request comes without its name."""
+    with suppress(OSError):
+        return {args["model_name"], *os.listdir(Path(args["model_repository"]).parent)}
+    return {args["model_name"]}
 
 
 def _is_decoupled(args: Mapping[str, str]) -> bool:

@@ -137,7 +137,7 @@ HARMLESS_PARAMETERS: Mapping[str, str] = {
     KEY_HEADER: "who asks, by an API key",
     "streaming": "upstream's gRPC clients send it beside the input",
     "stream": "the same, under the ensemble's name",
-    "model": "clients of several servers name the model in the body, too, which the address names",
+    "model": "clients of several servers name the model in the body, too, which `refuse_other_models` reads",
     "model_name": "the same",
     "user": "a name for the client's own accounts",
     "id": "the request's id",
@@ -210,6 +210,19 @@ def refuse_lost_inputs(parameters: Mapping[str, list[str]], names: DoorNames = O
             f"{name} is a parameter of the request and no input of this model: it would change nothing, so leave it "
             "out, or send the input that it stands for"
         )
+
+
+def refuse_other_models(parameters: Iterable[tuple[str, object]], models: Collection[str], adapter: str) -> None:
+    """Raises InvalidRequest for a `model` that may be meant as an adapter, in whose place the base model would answer.
+
+    models: the names of Triton's models and of the base model, which change no answer. adapter: as of `DoorNames`.
+    """
+    for name, value in parameters:
+        if name.lower() in ("model", "model_name") and not means_nothing([value]) and value not in models:
+            raise InvalidRequest(
+                f"{name} is {str(value)[:200]!r}, no model of this server, and a parameter of the request, which "
+                f"chooses no adapter: send the input {adapter}, and leave {name} out"
+            )
 
 
 def _refusal(name: str, feature: str) -> Unsupported:

@@ -32,6 +32,7 @@ from multilora_engine.serving.unsupported import (
     is_of_adapters,
     is_of_triton,
     means_nothing,
+    refuse_other_models,
     refuse_unsupported,
 )
 from multilora_engine.text.tokenizer import Tokenizer
@@ -127,6 +128,7 @@ class VllmFront(GenerationFront):
         inputs = InputTensors(request)
         refuse_unsupported(inputs)
         own = typed_parameters_of(request, info.limits.max_metadata_bytes)
+        refuse_other_models(own, self._link.names_of_no_adapter(info), "sampling_parameters, with lora_name in it")
         try:
             given = _given_parameters(_text(inputs, "sampling_parameters"), own, info.limits.max_metadata_bytes)
             sampling = read_vllm_sampling(given)

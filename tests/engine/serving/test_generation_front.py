@@ -25,7 +25,9 @@ from multilora_engine.serving import generation_front
 from multilora_engine.serving.front import EngineLink
 from multilora_engine.serving.generation_front import GenerationFront
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES
+from multilora_engine.serving.llmapi import LlmapiFront
 from multilora_engine.serving.replies import Responder
+from multilora_engine.serving.vllm import VllmFront
 from multilora_engine.text.tokenizer import Tokenizer
 from multilora_wire.adapter_info import Alias, AliasMember
 
@@ -131,6 +133,32 @@ def test_what_the_server_does_not_do_is_refused_by_its_name(front: GenerationFro
     assert message == (
         "[UNSUPPORTED] draft_input_ids: this server has no speculative decoding; leave the tensor out (request ab12)"
     )
+
+
+@pytest.mark.parametrize("door", [GenerationFront, VllmFront, LlmapiFront])
+def test_a_model_in_the_body_is_one_of_the_servers_or_refused_since_it_may_be_meant_as_an_adapter(
+    link: EngineLink, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, door: type[GenerationFront]
+) -> None:
+    monkeypatch.setattr(link, "_model_names", {"ensemble"})
+    of_text: dict[str, Any] = {"text_input": np.array([b"Hi"], np.object_)}
+    tensors = {"input_ids": [[5]], "request_output_len": [[2]]} if door is GenerationFront else of_text
+    outputs = () if door is GenerationFront else ("text_output",)
+    for i, name in enumerate(("model", "Model_Name")):
+        for known in ("ensemble", Path(INFO.model_path).name, INFO.model_path, ""):
+            request = FakeRequest(tensors, own_parameters={name: known}, output_names=outputs)
+            door(link, True).accept(request)
+            last = request.sender.wait()[-1]
+            assert last.error is None, last.error.message
+        assert len(engine.accepted) == 4 * (i + 1)
+        request = FakeRequest(tensors, own_parameters={name: "pirate"}, output_names=outputs)
+        door(link, True).accept(request)
+        code, message = error_of(request.sender.wait())
+        assert (code, "'pirate', no model of this server" in message, "lora_name" in message) == (
+            "INVALID_ARG",
+            True,
+            True,
+        )
+        assert len(engine.accepted) == 4 * (i + 1)
 
 
 def test_the_log_tells_the_trace_that_a_request_is_part_of(
