@@ -16,6 +16,7 @@
         AdapterNotHere      -> NOT_FOUND          an operation is on an adapter that no tier has
         AdapterConflict     -> ALREADY_EXISTS     the id is cached with other weights
         AdapterVersionChanged -> ALREADY_EXISTS   the adapter has another digest than the operator expects
+        FetchConflict       -> ALREADY_EXISTS     the adapter is on its way and may come from another source
           AliasConflict                           a name would be that of an adapter and that of an alias
         AliasVersionNotFound -> NOT_FOUND         no member of the alias has the digest that the request demands
         AliasNotKnown       -> NOT_FOUND          an operation is on an alias that there is not
@@ -228,6 +229,20 @@ class AdapterVersionChanged(RequestError):
         found = f"has the digest {present}" if present else "is not cached"
         super().__init__(
             f"LoRA task {lora_task_id}{name} {found} and the expected digest is {expected}: nothing was changed"
+        )
+
+
+class FetchConflict(RequestError):
+    """An operator wants an adapter from one source while it is on its way and may come from another one."""
+
+    code = "ALREADY_EXISTS"
+
+    def __init__(self, lora_task_id: object, lora_name: str, under_way: str, wanted: str) -> None:
+        name = f" {lora_name!r}" if lora_name else ""
+        source = f"source {under_way!r}" if under_way else "the first source that has it"
+        super().__init__(
+            f"LoRA task {lora_task_id}{name} is on its way from {source}: when it is there unload it, and load it from "
+            f"{wanted!r} again"
         )
 
 

@@ -19,6 +19,7 @@ from multilora_engine.errors import (
     AdapterNotFound,
     AdapterVersionChanged,
     AdapterVersionNotFound,
+    FetchConflict,
     InternalError,
     InvalidRequest,
     PathNotCovered,
@@ -62,6 +63,7 @@ class Fetch:
 
     future: its result is a FetchedAdapter, or a PlannedAdapter.
     path: where it comes from, when that was asked for; empty: from where the sources have it under the key.
+    source: the only one that is asked; empty: the first one that has it.
     set_digest: of a set that is made of other adapters; empty for an adapter that a source has.
     tenant: the owner of the set, empty for none. Sources have adapters that belong to no tenant.
     replaces_set: as of `LoRAManager.put`.
@@ -76,6 +78,7 @@ class Fetch:
     key: AdapterKey
     path: str
     future: Future[Any]
+    source: str = ""
     set_digest: str = ""
     tenant: str = ""
     replaces_set: bool = False
@@ -178,15 +181,18 @@ class RemoteAdapters:
     def fetch(self, key: AdapterKey, source: str = "", path: str = "", expectation: Expectation = ANY_VERSION) -> Fetch:
         """Wait for an adapter that no tier has, or for the one at `path`: until `poll` gives the fetch, or `give_up`.
 
-        source: asks only the source of this name, unless a fetch is under way already. expectation: an adapter that
-        nobody who waits accepts is not put into the host tier.
+        source: asks only the source of this name. expectation: an adapter that nobody who waits accepts is not put into
+        the host tier.
         Raises AdapterNotFound (PathNotCovered with a path) if there are no sources, InvalidRequest if none has this
-        name.
+        name, FetchConflict if the adapter is on its way and may come from another source.
         """
         if self._fetcher is None:
             raise PathNotCovered(path, []) if path else AdapterNotFound(key.lora_task_id)
-        under_way = self._fetches.get((key.lora_task_id, path))
-        fetch = under_way or self._begin(Fetch(key, path, self._fetcher.fetch(key, source, path)))
+        fetch = self._fetches.get((key.lora_task_id, path))
+        if fetch is None:
+            fetch = self._begin(Fetch(key, path, self._fetcher.fetch(key, source, path), source=source))
+        elif source not in ("", fetch.source):
+            raise FetchConflict(key.lora_task_id, key.name, fetch.source, source)
         fetch.add(expectation)
         return fetch
 
@@ -213,7 +219,7 @@ class RemoteAdapters:
         fetch = self._fetches.get((task_id, f"set {digest}"))
         if fetch is None:
             future, on_end = begin()
-            fetch = self._begin(Fetch(key, "", future, digest, tenant, replaces_set, on_end))
+            fetch = self._begin(Fetch(key, "", future, "", digest, tenant, replaces_set, on_end))
         fetch.add(expectation)
         return fetch
 

@@ -29,6 +29,7 @@ from multilora_engine.errors import (
     AdapterNotFound,
     AdapterVersionNotFound,
     AliasConflict,
+    FetchConflict,
     InvalidRequest,
     PathNotCovered,
     QueueFull,
@@ -111,6 +112,20 @@ def test_an_adapter_is_fetched_once_for_all_who_wait() -> None:
     assert (info.name, info.digest, info.location) == ("x", packed(1).digest, "HOST")
     assert not world.remote.is_busy
     assert world.remote.stats.copies == 1
+
+
+def test_an_adapter_that_is_on_its_way_from_elsewhere_is_not_taken_for_that_of_the_source_that_was_asked_for() -> None:
+    world = World()
+    for under_way, told in (("", "the first source that has it"), ("a", "source 'a'")):
+        fetch = world.remote.fetch(key("x"), under_way)
+        for source in {"", under_way}:
+            assert world.remote.fetch(key("x"), source) is fetch
+        with pytest.raises(FetchConflict, match=rf"'x' is on its way from {told}: .* load it from 'b' again"):
+            world.remote.fetch(key("x"), "b")
+        assert fetch.num_waiting == 2 + bool(under_way)
+        for _ in range(fetch.num_waiting):
+            world.remote.give_up(fetch)
+    assert [source for _, source, _ in world.fetcher.fetches] == ["", "a"]
 
 
 def test_what_is_at_a_path_is_fetched_apart_and_takes_the_name_it_was_asked_for_under() -> None:
