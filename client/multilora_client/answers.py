@@ -142,6 +142,7 @@ def _answer_fields(response: Response, answer: Alternative) -> dict[str, Any]:
         "context_logits": _logits(response.outputs.get("context_logits", ()), num_rows, None),
         "prompt": _prompt(response),
         "num_input_tokens": num_input_tokens,
+        "thinking_is_open": bool(response.first("thinking_is_open")),
         "num_cached_tokens": response.first("num_cached_tokens"),
         "lora_task_id": lora_task_id if lora_task_id or lora_digest else None,
         "lora_digest": lora_digest,

@@ -57,6 +57,7 @@ class Answer:
         before the end, and from models that do not say.
     num_input_tokens, num_output_tokens: totals so far; None from models that do not say.
     num_cached_tokens: how many of the prompt's tokens the server did not compute, because its prefix cache had them.
+    thinking_is_open: whether the prompt ends where the model's thinking begins, after `<think>`.
     lora_task_id, lora_digest: the adapter that answered, as the server reports it; None and "" for the base model.
     lora_name: its name; "" where it has none, and from models that do not say.
     log_probs, top_log_probs, tokens, cum_log_prob, generation_logits: as in Alternative.
@@ -82,6 +83,7 @@ class Answer:
     context_logits: NDArray[np.float32] | None = field(default=None, compare=False, kw_only=True)
     prompt: PromptTokens | None = field(default=None, kw_only=True)
     num_cached_tokens: int | None = field(default=None, kw_only=True)
+    thinking_is_open: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)

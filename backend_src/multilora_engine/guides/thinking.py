@@ -42,12 +42,21 @@ def thinking_of(prompt: Sequence[int], tokenizer: Tokenizer) -> Thinking | None:
     """The thinking that may come before the answer to a prompt; None for a model that does not think, and for a prompt
     that has ended the thinking.
     """
-    end = b"".join(map(tokenizer.spell, prompt[-_NUM_LAST_TOKENS:])).rstrip()
-    if end.endswith(_END.encode()):
+    if _ends_with(prompt, _END, tokenizer):
         return None
     begin_id, end_id = (_single_token(mark, tokenizer) for mark in (_BEGIN, _END))
-    is_open = end.endswith(_BEGIN.encode())
+    is_open = opens_thinking(prompt, tokenizer)
     return Thinking(begin_id, end_id, is_open, tokenizer.spell) if is_open or begin_id is not None else None
+
+
+def opens_thinking(prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """Whether a prompt ends where the model's thinking begins, as chat templates such as DeepSeek-R1's have it."""
+    return _ends_with(prompt, _BEGIN, tokenizer)
+
+
+def _ends_with(prompt: Sequence[int], mark: str, tokenizer: Tokenizer) -> bool:
+    end = b"".join(map(tokenizer.spell, prompt[-_NUM_LAST_TOKENS:]))
+    return end.rstrip().endswith(mark.encode())
 
 
 def _single_token(mark: str, tokenizer: Tokenizer) -> int | None:

@@ -13,6 +13,7 @@ import msgspec
 
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InternalError, InvalidRequest, RequestError, TooManyLogits
+from multilora_engine.guides.thinking import opens_thinking
 from multilora_engine.lora.names import TaskId, scoped_task_id
 from multilora_engine.process.client import Claims, Listener
 from multilora_engine.request import GenerationRequest, SamplingParams
@@ -295,7 +296,11 @@ class GenerationFront(Front):
             written = msgspec.structs.replace(
                 request, prompt_token_ids=prompt, sampling=sampling, chat_use=use_digest(use)
             )
-            told = msgspec.structs.replace(row, prompt=_told_prompt(prompt, sampling, tokenizer))
+            told = msgspec.structs.replace(
+                row,
+                prompt=_told_prompt(prompt, sampling, tokenizer),
+                thinking_is_open=opens_thinking(prompt, tokenizer),
+            )
             text = tokenizer.decode(prompt) if responder.wants_text else ""
         except RequestError as error:
             client.refuse_prompt(request.request_id, error.with_traceback(None))
@@ -370,6 +375,7 @@ def _expand(
                 num_context_tokens=len(prompt),
                 token_bytes=tokenizer.token_bytes if sampling.return_log_probs else None,
                 prompt=_told_prompt(prompt, sampling, tokenizer),
+                thinking_is_open=opens_thinking(prompt, tokenizer),
             )
     return requests, rows
 

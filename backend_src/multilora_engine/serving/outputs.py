@@ -85,7 +85,8 @@ class RowAnswer(msgspec.Struct, frozen=True):
     tokens, None also where another response has them. spelled: likewise, the bytes of each token, and those of its
     most probable ones. prompt: values of the prompt's tokens, None also where another response does.
     num_cached_tokens: how many of these the prefix cache had. stop_id: the id by which a stop can name the sequence.
-    stop_word: the one that ended the answer, empty without one.
+    stop_word: the one that ended the answer, empty without one. thinking_is_open: whether the prompt ends where the
+    model's thinking begins.
     """
 
     batch_index: int
@@ -111,6 +112,7 @@ class RowAnswer(msgspec.Struct, frozen=True):
     num_cached_tokens: int = 0
     stop_id: str = ""
     stop_word: str = ""
+    thinking_is_open: bool = False
 
 
 class ReplyRow(msgspec.Struct, frozen=True):
@@ -118,7 +120,8 @@ class ReplyRow(msgspec.Struct, frozen=True):
     other values it wants.
 
     num_context_tokens: rows of the context logits. token_bytes: the spelling of tokens, for a request that wants it.
-    prompt: the request's prompt, for a request that wants the log-probs of its tokens.
+    prompt: the request's prompt, for a request that wants the log-probs of its tokens. thinking_is_open: as of
+    `RowAnswer`.
     """
 
     batch_index: int = 0
@@ -133,6 +136,7 @@ class ReplyRow(msgspec.Struct, frozen=True):
     num_context_tokens: int = 0
     token_bytes: Callable[[int], bytes] | None = None
     prompt: PromptTokens | None = None
+    thinking_is_open: bool = False
 
     def answer(
         self,
@@ -168,6 +172,7 @@ class ReplyRow(msgspec.Struct, frozen=True):
             num_cached_tokens=output.num_cached_tokens,
             stop_id=output.request_id,
             stop_word=output.stop_word,
+            thinking_is_open=self.thinking_is_open,
         )
 
     @staticmethod
@@ -207,6 +212,7 @@ class OutputColumns:
         self._kv_cache = _picked(_KV_CACHE_COLUMNS, names)
         self._optional = _picked(_OPTIONAL_COLUMNS, names)
         self._has_token_ids = "output_ids" in names
+        self._has_thinking = "thinking_is_open" in names
 
     @property
     def has_text(self) -> bool:
@@ -231,7 +237,7 @@ class OutputColumns:
         self, answers: Sequence[RowAnswer], pad_id: int, num_sequences: int = 1
     ) -> dict[str, NDArray[Any]]:
         """All other values, output_ids first. Log-probs, logits and performance metrics are left out where answers have
-        none.
+        none, and `thinking_is_open` where no prompt opens the thinking.
 
         So are token ids of an upload: it has no prompt. The server (24.10) never frees 80 bytes of a tensor without
         elements that it sends by HTTP.
@@ -245,6 +251,8 @@ class OutputColumns:
             arrays |= {name: build(answers) for name, build in self._perf.items()}
         if self._kv_cache and all(answer.perf or answer.kv_cache for answer in answers):
             arrays |= {name: build(answers) for name, build in self._kv_cache.items()}
+        if self._has_thinking and any(answer.thinking_is_open for answer in answers):
+            arrays["thinking_is_open"] = _numbers(lambda row: row.thinking_is_open, np.bool_)(answers)
         for name, column in self._optional.items():
             values = [value for answer in answers if (value := column(answer)) is not None]
             if len(values) == len(answers):
@@ -316,6 +324,7 @@ _SAME_IN_A_ROW = frozenset(
         "lora_task_id_out",
         "lora_digest",
         "lora_name_out",
+        "thinking_is_open",
         "context_logits",
         *_PROMPT_COLUMNS,
     }

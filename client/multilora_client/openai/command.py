@@ -100,8 +100,8 @@ Parser = Annotated[
 Reasoning = Annotated[
     ReasoningName,
     typer.Option(
-        help="Text in <think> and </think> before an answer is reasoning. auto: if the answer begins with <think>; "
-        "open: the chat template has written it; none: it stays in the text."
+        help="Text in <think> and </think> before an answer is reasoning. auto: if the answer begins with <think>, or "
+        "the chat template has written it; none: it stays in the text."
     ),
 ]
 CorsOrigins = Annotated[

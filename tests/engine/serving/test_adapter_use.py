@@ -169,6 +169,20 @@ def test_two_adapters_in_one_batch_get_each_the_prompt_of_its_folder(front: Gene
     assert prompt_of(ask(front, chat("arr"))[0]) != prompt_of(ask(front, chat("plain"))[0])
 
 
+def test_an_answer_tells_whether_the_adapters_template_has_opened_the_thinking(
+    front: GenerationFront, adapters: Path
+) -> None:
+    save_copy(adapters / "plain", adapters / "thinker", chat_template_jinja="{{ messages[0].content }}<think>\n")
+    for _ in range(2):  # first from the source, and then as the front knows it
+        for name, is_open in (("thinker", [[True]]), ("plain", None)):
+            request = FakeRequest(chat(name), output_names=("output_ids", "thinking_is_open"))
+            front.accept(request)
+            (response,) = request.sender.wait()
+            assert response.error is None, response.error.message
+            told = response.arrays.get("thinking_is_open")
+            assert (told if told is None else told.tolist()) == is_open
+
+
 def test_the_answer_is_the_adapters_to_that_prompt(front: GenerationFront, adapters: Path) -> None:
     (asked,) = ask(front, chat("arr"))
     by_ids = {"input_ids": [expected(adapters / "arr")], "lora_name": [["arr"]], "max_tokens": [[4]]}

@@ -73,7 +73,7 @@ def test_both_generation_models_take_and_give_the_same() -> None:
 
 def test_the_declared_outputs_are_those_the_code_can_build() -> None:
     built = {*_COLUMNS, *_LOG_PROB_COLUMNS, *_OPTIONAL_COLUMNS, *_PERF_COLUMNS, *_KV_CACHE_COLUMNS, "output_ids"}
-    declared = set(tensors(config("generation").output)) - {"context_phase_params"}
+    declared = set(tensors(config("generation").output)) - {"context_phase_params", "thinking_is_open"}
     assert declared == {*OUTPUT_NAMES, *_OPTIONAL_COLUMNS} == built
 
 

@@ -71,6 +71,13 @@ def test_the_sequences_of_a_row_are_its_beams() -> None:
     assert arrays["lora_digest"].tolist() == [[b"d1"], [b""]]
 
 
+def test_a_row_tells_whether_its_prompt_opens_the_thinking_where_any_does() -> None:
+    rows = [msgspec.structs.replace(answer, thinking_is_open=answer is SECOND) for answer in (FIRST, SECOND)]
+    (array,) = output_arrays([row for row in rows for _ in range(2)], {"thinking_is_open"}, 0, 2).values()
+    assert (array.tolist(), array.dtype) == ([[False], [True]], bool)
+    assert not output_arrays([FIRST, SECOND], {"thinking_is_open"}, 0)
+
+
 @pytest.mark.parametrize(("name", "has_flat_text"), [("flat_text_output", False), ("text_output", True)])
 def test_flat_text_has_a_text_for_each_row_and_sequence_and_no_batch_dimension(name: str, has_flat_text: bool) -> None:
     columns = OutputColumns({name, "finish_reason"}, has_flat_text)

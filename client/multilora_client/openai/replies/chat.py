@@ -83,8 +83,8 @@ class ChatReply(Reply):
             body["prompt_logprobs"] = prompt_logprobs(prompt, self._chat.prompt_logprobs)
         return body
 
-    def _choice(self, prompt_index: int) -> Choice:
-        return ChatChoice(self._chat, self._chat.parser(self._tool_format, self._reasoning))
+    def _choice(self, prompt_index: int, first: Answer) -> Choice:
+        return ChatChoice(self._chat, self._chat.parser(self._tool_format, self._reasoning, first))
 
     def _body(self, object_name: str, choices: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
         body = super()._body(object_name, choices, answer)

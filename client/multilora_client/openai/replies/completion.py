@@ -68,5 +68,5 @@ class CompletionReply(Reply):
         super().__init__(request, request_id, len(request.prompt))
         self._completion = request
 
-    def _choice(self, prompt_index: int) -> Choice:
+    def _choice(self, prompt_index: int, first: Answer) -> Choice:
         return CompletionChoice(self._completion, self._completion.text_of(prompt_index))

@@ -57,8 +57,8 @@ class Reply(ABC):
         self._head = {"id": f"{self.id_prefix}-{identity}", "created": int(time.time()), "model": request.model}
 
     @abstractmethod
-    def _choice(self, prompt_index: int) -> Choice:
-        """A choice of the prompt with this number, before any of its answer."""
+    def _choice(self, prompt_index: int, first: Answer) -> Choice:
+        """A choice of the prompt with this number, before any of its answer. first: the answer, or its first piece."""
 
     def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
         """The body, of one generation a prompt.
@@ -104,7 +104,7 @@ class Reply(ABC):
         """The bodies of a chunk's choices. choices: the choices that have begun."""
         contents: list[Content] = []
         if index not in choices:
-            choices[index] = self._choice(prompt_index)
+            choices[index] = self._choice(prompt_index, chunk)
             contents += choices[index].opening(chunk)
         choice = choices[index]
         for content in (*contents, *choice.pieces(chunk)):
@@ -121,7 +121,7 @@ class Reply(ABC):
     def _whole_choice(
         self, prompt_index: int, index: int, answer: Alternative, generation: Generation
     ) -> dict[str, Any]:
-        choice = self._choice(prompt_index)
+        choice = self._choice(prompt_index, generation)
         content = choice.whole(answer, generation)
         return _choice_body(content, index, choice.finish_reason(_checked_reason(answer.finish_reason)))
 

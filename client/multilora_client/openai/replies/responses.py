@@ -15,6 +15,7 @@ from multilora_client.openai.replies.logprobs import chat_logprobs, spell_text
 from multilora_client.openai.replies.output_items import Event, OutputItems
 from multilora_client.openai.replies.usage import Usage
 from multilora_client.openai.schemas.responses import ResponsesRequest
+from multilora_client.openai.tools.calls import AnswerParser
 from multilora_client.openai.tools.formats import ToolFormat
 from multilora_client.openai.tools.reasoning import ReasoningName
 
@@ -28,9 +29,10 @@ class ResponsesReply:
         """tool_format: how the model writes calls unless it is guided; None to leave them in the text."""
         self.usage = Usage()
         self._request = request
-        chat = request.chat()
-        self._parser = chat.parser(tool_format, reasoning)
-        self._has_text = not chat.tool_use.is_forced
+        self._chat = request.chat()
+        self._tool_format = tool_format
+        self._reasoning = reasoning
+        self._parser: AnswerParser | None = None
         self._items = OutputItems(request_id)
         self._head = {"id": f"resp_{request_id}", "object": "response", "created_at": int(time.time())}
 
@@ -72,12 +74,14 @@ class ResponsesReply:
     def _events_of(self, part: Answer, is_last: bool) -> Iterator[Event]:
         """The events of a piece of the answer."""
         self._items.add_logprobs(self._logprobs(part))
+        if self._parser is None:
+            self._parser = self._chat.parser(self._tool_format, self._reasoning, part)
         for delta in self._parser.feed(part.text):
             yield from self._items.add(delta)
         if is_last:
             for delta in self._parser.finish():
                 yield from self._items.add(delta)
-            yield from self._items.finish(_status(part.finish_reason), self._has_text)
+            yield from self._items.finish(_status(part.finish_reason), not self._chat.tool_use.is_forced)
 
     def _logprobs(self, answer: Alternative | Answer) -> list[dict[str, Any]]:
         if not self._request.includes_logprobs:

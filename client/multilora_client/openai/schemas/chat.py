@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from multilora_client.generation import Answer
 from multilora_client.openai.errors import invalid, quoted, unsupported
 from multilora_client.openai.questions import Question
 from multilora_client.openai.schemas.base import Strict, Told, only, refused
@@ -223,22 +224,19 @@ class ChatRequest(Sampling):
     def tool_use(self) -> ToolUse:
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
-    def parser(self, tool_format: ToolFormat | None, reasoning: ReasoningName = "none") -> AnswerParser:
-        """The parser of one answer. tool_format: the model's own form of calls; None to leave them in the text."""
+    def parser(self, tool_format: ToolFormat | None, reasoning: ReasoningName, first: Answer) -> AnswerParser:
+        """The parser of one answer. tool_format: the model's own form of calls; None to leave them in the text.
+
+        first: the answer, or its first piece, which tells whether the prompt has opened the thinking.
+        """
         parser = self.tool_use.parser(tool_format, self._answer_guide())
         if not self._parses(reasoning):
             return parser
-        is_open = reasoning == "open" and self._opens_thinking()
-        return ReasoningParser(parser, is_open, self.include_reasoning, self.stream_reasoning)
+        return ReasoningParser(parser, first.thinking_is_open, self.include_reasoning, self.stream_reasoning)
 
     def _parses(self, reasoning: ReasoningName) -> bool:
         """Whether thinking is told apart from the answer."""
         return reasoning != "none" and self.separate_reasoning
-
-    def _opens_thinking(self) -> bool:
-        """Whether a template that opens the model's thinking does so for this chat."""
-        asked = (self.chat_template_kwargs.get(name) for name in ("enable_thinking", "thinking"))
-        return self.add_generation_prompt and not self.continue_final_message and False not in asked
 
     def guide(self) -> GenerateOptions:
         """The guide of the text, be it calls or an answer."""

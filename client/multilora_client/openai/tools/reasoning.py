@@ -7,9 +7,9 @@ from typing import Literal
 
 from multilora_client.openai.tools.calls import AnswerParser, Delta, ReasoningDelta
 
-ReasoningName = Literal["auto", "open", "none"]
-"""Where a model's thinking begins: `auto`: where it writes `<think>` first; `open`: the chat template has written it
-already, as DeepSeek-R1's does; `none`: thinking stays in the text."""
+ReasoningName = Literal["auto", "none"]
+"""`auto`: a model thinks where it writes `<think>` first, or where the chat's template has written it already, as
+DeepSeek-R1's does; `none`: thinking stays in the text."""
 
 _BEGIN, _END = "<think>", "</think>"
 """The marks of Qwen 3, SmolLM3, GLM and DeepSeek-R1."""
@@ -22,16 +22,17 @@ class ReasoningParser:
     """
 
     def __init__(self, parser: AnswerParser, is_open: bool, is_told: bool = True, is_streamed: bool = True) -> None:
-        """is_open: the text begins inside the thinking. is_told: whether the thinking is passed on.
+        """is_open: the text begins inside the thinking, though the model may repeat the mark.
 
-        is_streamed: whether it is passed on while it comes, and not at its end.
+        is_told: whether the thinking is passed on. is_streamed: whether while it comes, and not at its end.
         """
         self._parser = parser
         self._is_told = is_told
         self._is_streamed = is_streamed
+        self._is_open = is_open
         self._held = ""
         self._num_thought = 0
-        self._step: Callable[[], Iterator[Delta]] = self._think if is_open else self._begin
+        self._step: Callable[[], Iterator[Delta]] = self._begin
 
     @property
     def num_calls(self) -> int:
@@ -44,7 +45,7 @@ class ReasoningParser:
 
     def finish(self) -> Iterator[Delta]:
         """The parts that are left when no text follows."""
-        if self._step == self._think:
+        if self._step == self._think or (self._step == self._begin and self._is_open):
             yield from self._thought(self._held.strip())
         elif self._step == self._begin:
             yield from self._parser.feed(self._held)
@@ -58,8 +59,8 @@ class ReasoningParser:
             self._held, self._step = body.removeprefix(_BEGIN), self._think
             yield from self._think()
         elif not _BEGIN.startswith(body):
-            self._step = self._answer
-            yield from self._answer()
+            self._step = self._think if self._is_open else self._answer
+            yield from self._step()
 
     def _think(self) -> Iterator[Delta]:
         if not self._num_thought:

@@ -333,10 +333,7 @@ THOUGHT = ["<think>\nRain", " falls.", "\n</think>", "\n\nYes", "."]
         ("auto", ["Yes", "."], {}, None, "Yes."),
         ("auto", THOUGHT[:2], {}, "Rain falls.", None),
         ("none", THOUGHT, {}, None, "".join(THOUGHT)),
-        ("open", ["Rain", " falls.</think>Yes."], {}, "Rain falls.", "Yes."),
-        ("open", ["Yes."], {"chat_template_kwargs": {"enable_thinking": False}}, None, "Yes."),
         ("auto", ['{"a": 1}'], {"response_format": {"type": "json_object"}}, None, '{"a": 1}'),
-        ("open", ['Yes</think>{"a": 1}'], {"response_format": {"type": "json_object"}}, "Yes", '{"a": 1}'),
         ("auto", THOUGHT, {"include_reasoning": False}, None, "Yes."),
         ("auto", THOUGHT, {"separate_reasoning": False}, None, "".join(THOUGHT)),
         ("auto", THOUGHT, {"stream_reasoning": False}, "Rain falls.", "Yes."),
@@ -367,11 +364,35 @@ def test_thinking_is_told_apart_from_the_answer(
     assert "".join(delta.get("content") or "" for delta in deltas) == (content or "")
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(
+    ("pieces", "reasoning", "content"),
+    [
+        (["Rain", " falls.</think>Yes."], "Rain falls.", "Yes."),
+        (["<thi", "nk>\nRain falls.</think>Yes."], "Rain falls.", "Yes."),
+        (["Rain", " falls."], "Rain falls.", None),
+    ],
+)
+def test_the_server_tells_whether_the_prompt_has_opened_the_thinking(
+    catalogue: Catalogue,
+    open_front: Callable[..., TestClient],
+    server: Any,
+    pieces: list[str],
+    reasoning: str,
+    content: str | None,
+    is_streamed: bool,
+) -> None:
+    server.outputs = {"thinking_is_open": [True]}
+    test_thinking_is_told_apart_from_the_answer(
+        catalogue, open_front, server, "auto", pieces, {}, reasoning, content, is_streamed
+    )
+
+
 @pytest.mark.parametrize(
     ("parser", "options", "is_after_thinking"),
     [
         ("auto", {"response_format": {"type": "json_object"}}, True),
-        ("open", {"tools": [SKY], "tool_choice": "required"}, True),
+        ("auto", {"tools": [SKY], "tool_choice": "required"}, True),
         ("none", {"response_format": {"type": "json_object"}}, None),
         ("auto", {"response_format": {"type": "json_object"}, "separate_reasoning": False}, None),
         ("auto", {}, None),

@@ -342,6 +342,13 @@ def test_refusals_are_in_the_words_of_the_protocol(front: TestClient, given: dic
     assert error["param"] == next(iter(given))
 
 
+def test_thinking_that_the_prompt_has_opened_is_an_item_too(user: openai.OpenAI, server: Any) -> None:
+    server.pieces, server.outputs = ["Rain falls.</think>", "Yes."], {"thinking_is_open": [True]}
+    answer = user.responses.create(model="base", input="Rain?", store=False)
+    assert [item.type for item in answer.output] == ["reasoning", "message"]
+    assert answer.output_text == "Yes."
+
+
 def test_thinking_is_an_item_before_the_answer(front: TestClient, user: openai.OpenAI, server: Any) -> None:
     server.pieces = ["<think>\nRain", " falls.</think>", "\n\nYes."]
     answer = user.responses.create(model="base", input="Rain?", store=False)

@@ -32,7 +32,7 @@ def read(pieces: Sequence[str], **options: bool) -> list[Delta]:
 
 def expected(text: str, is_open: bool) -> tuple[str, str]:
     """The thinking and the answer of a whole text."""
-    body = text if is_open else text.lstrip().removeprefix("<think>")
+    body = text.lstrip().removeprefix("<think>")
     if not is_open and body == text.lstrip():
         return "", text
     thought, mark, answer = body.partition("</think>")
