@@ -45,8 +45,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
     forced_first_id: the answer's first token, whatever else the request says; a guide holds for the text after it.
     forced_last_id: in the same way, the last token of an answer that is as long as it may become.
-    min_tokens: no end token before this many tokens. end_id: None means the model's own end tokens, which are `end_ids`
-    if there are any, else the checkpoint's; -1 means none.
+    min_tokens: no end token before this many tokens. min_tokens_holds_stops: nor a stop, as vLLM has it: a stop that is
+    one token is forbidden until then, and a stop that these tokens complete is text. end_id: None means the model's own
+    end tokens, which are `end_ids` if there are any, else the checkpoint's; -1 means none.
     guide_after_thinking: the guide holds for the text after the thinking of a model that thinks (guides/thinking.py).
     guide: an end token is chosen only if the answer parses. If nothing can follow, the answer ends by itself, even
     before `min_tokens`.
@@ -71,6 +72,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
     max_tokens: int
     min_tokens: int = 0
+    min_tokens_holds_stops: bool = False
     temperature: float = 1.0
     top_k: int = 1
     top_p: float = 1.0
@@ -107,6 +109,11 @@ class SamplingParams(msgspec.Struct, frozen=True):
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def num_tokens_without_stops(self) -> int:
+        """The tokens at the beginning of the answer in which no stop is looked for."""
+        return self.min_tokens if self.min_tokens_holds_stops else 0
 
     @property
     def reads_whole_prompt(self) -> bool:

@@ -96,6 +96,7 @@ def _check_chat_options(options: ChatOptions) -> None:
 _SAMPLING_INPUTS: Mapping[str, tuple[str, type[np.generic]]] = {
     "max_tokens": ("max_tokens", np.int32),
     "min_tokens": ("min_tokens", np.int32),
+    "min_tokens_holds_stops": ("min_tokens_holds_stops", np.bool_),
     "temperature": ("temperature", np.float32),
     "top_k": ("runtime_top_k", np.int32),
     "top_p": ("runtime_top_p", np.float32),

@@ -46,7 +46,7 @@ class GenerateOptions(ChatOptions, total=False):
     truncate_prompt_tokens: keep only this many tokens of the prompt, from its end; -1 keeps as many as leave room for
         `max_tokens`.
     max_tokens: most tokens to generate, 128 when not given; 0 only computes the prompt. min_tokens: least before an end
-        token counts.
+        token counts. min_tokens_holds_stops: and before a stop counts, as in vLLM; not at the ensembles.
     temperature, top_k, top_p, min_p: sampling. The server is greedy unless one of them is given; `top_k` 0 means no
         limit.
     repetition_penalty (1 is none), presence_penalty, frequency_penalty (0 is none): against repetition.
@@ -91,6 +91,7 @@ class GenerateOptions(ChatOptions, total=False):
     truncate_prompt_tokens: int | None
     max_tokens: int | None
     min_tokens: int | None
+    min_tokens_holds_stops: bool | None
     temperature: float | None
     top_k: int | None
     top_p: float | None

@@ -15,9 +15,12 @@ def stream(
     stop_token_sequences: tuple[tuple[int, ...], ...] = (),
     includes_stop: bool = False,
     is_start: bool = False,
+    num_tokens_without_stops: int = 0,
 ) -> list[TextDelta]:
     """Push until a stop word or the end."""
-    text_stream = TextStream(tokenizer, stop_words, stop_token_sequences, includes_stop, is_start)
+    text_stream = TextStream(
+        tokenizer, stop_words, stop_token_sequences, includes_stop, is_start, num_tokens_without_stops
+    )
     deltas: list[TextDelta] = []
     for token_id in token_ids:
         deltas.append(text_stream.push(token_id))

@@ -158,6 +158,7 @@ def read_sampling(request: WorkerRequest, info: EngineInfo) -> SamplingParams:
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=_min_tokens(stops, max_tokens),
+        min_tokens_holds_stops=True,
         temperature=1.0 if options.temperature is None else options.temperature,
         top_k=max(0, options.top_k or 0),
         # Other engines read a top_p of 0 as the one likeliest token, too.

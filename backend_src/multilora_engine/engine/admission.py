@@ -137,7 +137,12 @@ def _text_stream(tokenizer: Tokenizer, request: GenerationRequest) -> TextStream
     sampling = request.sampling
     is_start = bool(request.source_token_ids) and not any(map(tokenizer.token_bytes, request.prompt_token_ids))
     return TextStream(
-        tokenizer, sampling.stop_words, sampling.stop_token_sequences, sampling.include_stop_str_in_output, is_start
+        tokenizer,
+        sampling.stop_words,
+        sampling.stop_token_sequences,
+        sampling.include_stop_str_in_output,
+        is_start,
+        sampling.num_tokens_without_stops,
     )
 
 

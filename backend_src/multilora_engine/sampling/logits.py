@@ -157,11 +157,15 @@ def _forbidden(sequence: Sequence, end_token_ids: tuple[int, ...]) -> TokenIds:
 
 
 def _forbidden_ends(sequence: Sequence, end_token_ids: tuple[int, ...]) -> TokenIds:
-    """The end tokens of an answer that may not end yet."""
+    """The end tokens, and where they may not end it either the stop tokens, of an answer that may not end yet."""
     sampling = sequence.request.sampling
     if len(sequence.output_token_ids) + sequence.num_pending_tokens >= sampling.min_tokens:
         return _NO_TOKENS
-    return np.array(end_tokens(sampling, end_token_ids), np.int64)
+    ends = end_tokens(sampling, end_token_ids)
+    if sampling.min_tokens_holds_stops:
+        stops = {stop[0] for stop in sampling.stop_token_sequences if len(stop) == 1}
+        ends = (*ends, *sorted(stops.difference(ends)))
+    return np.array(ends, np.int64)
 
 
 def _adjust_on_device(

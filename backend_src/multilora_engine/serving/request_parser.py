@@ -489,6 +489,7 @@ def read_sampling(
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=in_range(inputs, "min_tokens", row, 0, max_tokens) or 0,
+        min_tokens_holds_stops=inputs.scalar("min_tokens_holds_stops", row) or False,
         temperature=1.0 if temperature is None else temperature,
         top_k=top_k,
         top_p=1.0 if top_p is None else top_p,

@@ -110,6 +110,7 @@ ONLY_AT_GENERATION = frozenset(
         "embedding_bias",
         "embedding_bias_ids",
         "guided_decoding_after_thinking",
+        "min_tokens_holds_stops",
         "num_prompt_top_log_probs",
         "request_output_len",
         "return_prompt_log_probs",

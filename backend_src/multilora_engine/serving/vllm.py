@@ -230,6 +230,7 @@ def tensors_of(sampling: VllmSampling, info: EngineInfo, tokenizer: Tokenizer) -
     arrays = {
         "max_tokens": _integers(max_tokens),
         "min_tokens": _integers(sampling.min_tokens),
+        "min_tokens_holds_stops": np.array([[True]]),
         "temperature": _floats(sampling.temperature),
         "runtime_top_k": _integers(max(0, sampling.top_k)),
         "runtime_top_p": _floats(sampling.top_p),

@@ -63,8 +63,12 @@ class TextStream:
         stop_token_sequences: tuple[tuple[int, ...], ...] = (),
         include_stop_str_in_output: bool = False,
         is_start: bool = False,
+        num_tokens_without_stops: int = 0,
     ) -> None:
-        """is_start: whether the text continues no other, and loses the space that the tokenizer puts before it."""
+        """is_start: whether the text continues no other, and loses the space that the tokenizer puts before it.
+
+        num_tokens_without_stops: a stop that one of the first so many tokens completes is text like any other.
+        """
         if not all(stop_words):
             raise InvalidRequest(f"stop word {stop_words.index('')} is empty")
         if not all(stop_token_sequences):
@@ -77,6 +81,8 @@ class TextStream:
         self._sequences = Automaton(stop_token_sequences)
         self._sequence_state = ROOT
         self._can_stop = bool(stop_words or stop_token_sequences)
+        self._num_tokens_without_stops = num_tokens_without_stops
+        self._num_followed = 0
         self._includes_stop = include_stop_str_in_output
         self._is_start = is_start
         self._token_starts: deque[int] = deque(maxlen=max(map(len, stop_token_sequences), default=0))
@@ -121,13 +127,15 @@ class TextStream:
     def _follow(self, token_id: int, data: bytes) -> TextDelta:
         """The text that one more token of these bytes decides."""
         start = self._num_chars
+        self._num_followed += 1
         self._open_tokens.append(token_id)
         self._token_starts.append(start)
-        spelled_stop = self._spell(token_id, data) if self._words else None
+        spelled_stop = self._spell(token_id, data) if self._words and self._may_stop else None
         text = self._utf8.decode(data)
         self._sequence_state = self._sequences.step(self._sequence_state, token_id)
         length = self._sequences.longest_word(self._sequence_state)
-        sequence_stop = range(self._token_starts[-length], start + len(text)) if length else None
+        may_stop = length and self._may_stop
+        sequence_stop = range(self._token_starts[-length], start + len(text)) if may_stop else None
         return self._add(text, spelled_stop, sequence_stop)
 
     def _push_alone(self, token_id: int) -> TextDelta:
@@ -147,6 +155,11 @@ class TextStream:
         if delta.stopped:
             return delta
         return TextDelta(delta.token_ids + self._all_tokens(), delta.text + self._emit(self._num_chars))
+
+    @property
+    def _may_stop(self) -> bool:
+        """Whether a stop that the last token completes ends the answer."""
+        return self._num_followed > self._num_tokens_without_stops
 
     @property
     def _num_chars(self) -> int:
@@ -196,7 +209,8 @@ class TextStream:
         """The place in the whole text of the stop word that more `text` completes; None without one."""
         for end, char in enumerate(text, start=self._num_chars + 1):
             self._word_state = self._words.step(self._word_state, char)
-            if length := self._words.longest_word(self._word_state):
+            length = self._words.longest_word(self._word_state)
+            if length and self._may_stop:
                 return range(end - length, end)
         return None
 

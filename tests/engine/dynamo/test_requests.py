@@ -67,7 +67,7 @@ def test_a_top_k_of_none_is_no_restriction(top_k: int) -> None:
 def test_stops_end_the_answer_and_their_tokens_reach_the_front() -> None:
     stops = {"max_tokens": 9, "min_tokens": 2, "stop": ["END", ""], "stop_token_ids": [8], "stop_token_ids_hidden": [2]}
     sampling = read(stop_conditions=stops).sampling
-    assert (sampling.max_tokens, sampling.min_tokens, sampling.stop_words) == (9, 2, ("END",))
+    assert (sampling.max_tokens, sampling.num_tokens_without_stops, sampling.stop_words) == (9, 2, ("END",))
     assert sampling.stop_token_sequences == ((8,),), "the checkpoint's own end token is not among them"
     assert sampling.include_stop_str_in_output
 

@@ -54,6 +54,7 @@ READ_AT_ONCE: dict[str, Any] = {"guide": Guide("json"), "return_context_logits":
 MEAN_NOTHING_ALONE = {
     *("top_p_reset_id", "num_top_log_probs", "num_prompt_top_log_probs"),
     *("length_penalty", "early_stopping", "beam_search_diversity_rate", "guide_after_thinking"),
+    "min_tokens_holds_stops",
 }
 
 Arrival = tuple[int, int, int | None, dict[str, Any], int | None]

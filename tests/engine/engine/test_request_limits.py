@@ -104,7 +104,13 @@ def test_every_numeric_option_is_tried() -> None:
     others = {name for name in SamplingParams.__struct_fields__ if name not in NUMERIC}
     assert others == {
         *("end_ids", "embedding_bias", "bad_token_sequences", "stop_words", "stop_token_sequences", "guide"),
-        *("guide_after_thinking", "include_stop_str_in_output", "return_log_probs", "return_context_logits"),
+        *(
+            "min_tokens_holds_stops",
+            "guide_after_thinking",
+            "include_stop_str_in_output",
+            "return_log_probs",
+            "return_context_logits",
+        ),
         *("return_generation_logits", "return_prompt_log_probs"),
     }
 

@@ -39,6 +39,8 @@ def params(draw: st.DrawFn) -> SamplingParams:
     return SamplingParams(
         max_tokens=99,
         min_tokens=draw(st.integers(0, 4)),
+        min_tokens_holds_stops=draw(st.booleans()),
+        stop_token_sequences=((3,), (4, 5), (10,)),
         repetition_penalty=draw(st.sampled_from([1.0, 1.0, 0.5, 1.3, 4.0])),
         presence_penalty=draw(penalties),
         frequency_penalty=draw(penalties),
@@ -99,7 +101,8 @@ def expected(row: torch.Tensor, sequence: Sequence) -> torch.Tensor:
     if sampling.bad_token_sequences:
         processors.append(NoBadWordsLogitsProcessor([list(bad) for bad in sampling.bad_token_sequences]))
     if len(answer) < sampling.min_tokens:
-        processors.append(SuppressTokensLogitsProcessor(list(END)))
+        stops = [3] if sampling.min_tokens_holds_stops else []
+        processors.append(SuppressTokensLogitsProcessor([*END, *stops]))
     return cast(torch.Tensor, processors(token_ids, row[None])[0])
 
 

@@ -99,7 +99,12 @@ def test_an_ensemble_offers_every_option_of_generation_under_upstreams_names(mod
     ensemble_names = {ours: theirs for theirs, ours in ENSEMBLE_NAMES.items()}
     direct_only = {"input_ids", "input_lengths", "left_messages", "request_output_len", "stop"}
     direct_only |= {"embedding_bias", "embedding_bias_ids", "bad_words_list", "stop_words_list"}
-    direct_only |= {"early_stopping", "beam_search_diversity_rate", "guided_decoding_after_thinking"}
+    direct_only |= {
+        "early_stopping",
+        "beam_search_diversity_rate",
+        "guided_decoding_after_thinking",
+        "min_tokens_holds_stops",
+    }
     direct_only |= {"return_prompt_log_probs", "num_prompt_top_log_probs"}
     direct_only |= {*UNSUPPORTED_OPTIONS, *UNSUPPORTED_TENSORS} - set(INPUTS["ensemble"])
     taken = set(tensors(config("generation").input)) - direct_only

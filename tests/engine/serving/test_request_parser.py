@@ -106,6 +106,7 @@ def without(tensors: dict[str, Any], name: str) -> dict[str, Any]:
         ({"return_context_logits": [[True]]}, {"return_context_logits": True}),
         ({"return_generation_logits": [[True]]}, {"return_generation_logits": True}),
         ({"guided_decoding_guide_type": [["json"]]}, {"guide": Guide("json")}),
+        ({"min_tokens_holds_stops": [[True]]}, {"min_tokens_holds_stops": True}),
         ({"guided_decoding_after_thinking": [[True]]}, {"guide_after_thinking": True}),
         (
             {"guided_decoding_guide_type": [["json_schema"]], "guided_decoding_guide": [["{}"]]},

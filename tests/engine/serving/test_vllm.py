@@ -151,7 +151,7 @@ def test_all_that_vllm_has_and_this_server_too(front: VllmFront, engine: FakeEng
     )
     request, sampling = engine.accepted[-1], sampling_of(engine)
     assert len(request.prompt_token_ids) == 1
-    assert (sampling.max_tokens, sampling.min_tokens, sampling.min_p) == (5, 2, 0.1)
+    assert (sampling.max_tokens, sampling.num_tokens_without_stops, sampling.min_p) == (5, 2, 0.1)
     assert sampling.seed == 2**64 - 7
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, 0.25, 1.5)
     assert (sampling.stop_words, sampling.stop_token_sequences) == (("END", "STOP"), ((5,), (6,)))

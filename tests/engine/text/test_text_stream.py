@@ -86,6 +86,26 @@ class TestStream:
         assert deltas[-1].stop_word == naive_stop_word(tokenizer.decode(token_ids), stop_words)
         assert tokens(deltas) == list(token_ids)[: len(deltas)]
 
+    @settings(max_examples=500, deadline=None)
+    @given(pieces=st.lists(PIECES, max_size=12), stop_words=STOP_WORDS, num_held=st.integers(0, 12))
+    def test_a_stop_word_that_ends_in_the_first_tokens_is_text(
+        self, pieces: list[bytes], stop_words: tuple[str, ...], num_held: int
+    ) -> None:
+        tokenizer, token_ids = ByteTokens(pieces), range(len(pieces))
+        deltas = stream(tokenizer, token_ids, stop_words, num_tokens_without_stops=num_held)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        num_chars = len("".join(map(decoder.decode, pieces[:num_held])))
+        whole = tokenizer.decode(token_ids)
+        ends = [
+            (end, end - len(word))
+            for end in range(num_chars + 1, len(whole) + 1)
+            for word in stop_words
+            if whole[:end].endswith(word)
+        ]
+        is_stopped = bool(ends) and len(pieces) > num_held
+        assert joined(deltas) == (whole[: min(ends)[1]] if is_stopped else whole)
+        assert deltas[-1].stopped == is_stopped
+
     @settings(max_examples=1500, deadline=None)
     @given(pieces=st.lists(PIECES, max_size=12), stop_words=STOP_WORDS)
     def test_the_tokens_of_each_delta_decode_on_their_own_to_the_same_text(

@@ -192,6 +192,7 @@ class Sampling(TokenChoice):
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
             min_tokens=self.min_tokens,
+            min_tokens_holds_stops=True if self.min_tokens else None,
             logit_bias={int(token_id): bias for token_id, bias in self.logit_bias.items()},
             seed=None if self.seed is None else self.seed % _NUM_SEEDS,
             num_return_sequences=self.n if self.n > 1 else None,

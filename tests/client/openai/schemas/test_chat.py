@@ -59,6 +59,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"min_p": 0.25}, "min_p", 0.25),
         ({"repetition_penalty": 1.5}, "repetition_penalty", 1.5),
         ({"min_tokens": 2}, "min_tokens", 2),
+        ({"min_tokens": 2}, "min_tokens_holds_stops", True),
         ({"top_k": -1}, "runtime_top_k", 0),
         ({"ignore_eos": True}, "end_id", -1),
         ({"stop_token_ids": [7]}, "stop_words_list", 7),
