@@ -14,8 +14,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import httpx2
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, get_cached_repo_tree, is_offline_mode, snapshot_download
 from huggingface_hub.errors import (
+    CachedRepoTreeNotFoundError,
     GatedRepoError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
@@ -95,6 +96,8 @@ class HubSource:
         snapshot = self._download(repo, is_cached=info is None)
         if info is not None:
             _verify(snapshot, info)
+        elif not is_offline_mode():
+            self._check_whole(repo)
         # Files of a snapshot are links to the blobs beside it; a link out of the repository's folder is refused.
         return LocalAdapter(snapshot, snapshot.parents[1].resolve(), snapshot.name, name)
 
@@ -130,6 +133,20 @@ class HubSource:
             raise Unreachable(f"the hub cannot be asked, and {repo!r} is not in the local cache") from None
         except (httpx2.HTTPError, OSError) as error:
             raise Unreachable(f"{repo!r} cannot be downloaded: {type(error).__name__}") from error
+
+    def _check_whole(self, repo: str) -> None:
+        """Check that the cache has all files of a repository, by the listing that a download of the whole leaves.
+
+        Others download single files: PEFT leaves the chat template out, and the base model's would be taken for it. An
+        operator who says HF_HUB_OFFLINE=1 takes the cache for what there is. Raises Unreachable.
+        """
+        try:
+            get_cached_repo_tree(repo, revision=self._revision, cache_dir=self._cache_dir)
+        except CachedRepoTreeNotFoundError:
+            raise Unreachable(
+                f"the hub cannot be asked, and the local cache may have only a part of {repo!r}; "
+                "ask again when the hub answers, or run the server with HF_HUB_OFFLINE=1 to take the cache as it is"
+            ) from None
 
 
 def _check_files(info: ModelInfo, max_bytes: int) -> None:

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from huggingface_hub import hf_hub_download
 from support.adapters import TINY
 from support.sources import MAX_BYTES, NO_BASE, USE, USE_FILES, digest_of, key, save_adapter
 
@@ -155,6 +156,19 @@ def test_the_cache_answers_when_the_hub_does_not(source: HubSource, hub: FakeHub
     assert fetch(source, key("acme/pirate")) == (COMMIT, digest_of(1))
     with pytest.raises(Unreachable, match=r"the hub cannot be asked, and 'acme/nobody' is not in the local cache"):
         fetch(source, key("acme/nobody"))
+
+
+def test_files_that_others_downloaded_answer_alone_only_where_the_operator_has_gone_offline(
+    source: HubSource, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repos["acme/pirate"] |= {name: text.encode() for name, text in USE_FILES.items()}
+    for name in ("adapter_config.json", WEIGHTS):  # as PEFT does
+        hf_hub_download("acme/pirate", name, endpoint=hub.endpoint, cache_dir=tmp_path / "cache")
+    hub.is_down = True
+    with pytest.raises(Unreachable, match="may have only a part of 'acme/pirate'; ask again"):
+        fetch(source, key("acme/pirate"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert fetch(source, key("acme/pirate")) == (COMMIT, digest_of(1))
 
 
 def test_an_interrupted_download_is_continued_where_it_broke_off(
