@@ -50,7 +50,7 @@ def post_norm(x: torch.Tensor, update: torch.Tensor, parts: Sequence[tuple[Norm,
 
 
 def _add(norm: Norm, x: torch.Tensor, update: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`norm.add`, with sums that float16 can hold: those of T5 (arXiv:1910.10683) grow beyond it."""
+    """`norm.add`, with sums that float16 can hold, as transformers holds those of mBART's encoder."""
     if x.dtype != torch.float16:
         return norm.add(x, update)
     x = (x + update).clamp_(-_LARGEST_FLOAT16, _LARGEST_FLOAT16)

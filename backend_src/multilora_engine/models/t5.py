@@ -119,6 +119,11 @@ def _attention_linears(path: str) -> list[str]:
 
 
 def _mlp(builder: Builder, path: str) -> MLP:
+    """Raises ConfigError for float16, which the outputs of `wo` overflow: transformers keeps it in float32 there."""
+    if builder.placement.dtype == torch.float16:
+        raise ConfigError(
+            "parameter dtype=float16: numbers within T5 and mT5 grow beyond float16; write bfloat16 or float32"
+        )
     if builder.has(f"{path}.wi"):
         return PlainMLP(builder, mlp_paths(("wi", "wo"), path))
     return GatedMLP(builder, linears=mlp_paths(("wi_0", "wi_1", "wo"), path))

@@ -22,6 +22,7 @@ from support.encoder_decoders import (
     run_alone,
 )
 
+from multilora_engine.errors import ConfigError
 from multilora_engine.models.loader import load_model
 from multilora_engine.models.model import only_group
 from multilora_engine.models.weights import Placement
@@ -103,8 +104,9 @@ def test_bits_in_bfloat16_are_the_same_alone_as_in_any_batch(
         assert (logits - near).square().mean() < 0.01 * near.square().mean()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["t5 v1.1", "bart"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("t5 v1.1", torch.bfloat16), ("bart", torch.bfloat16), ("bart", torch.float16)]
+)
 def test_half_precision_is_as_near_to_float32_as_transformers_is(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     reference = make_model(name)
     reference.save_pretrained(tmp_path)
@@ -116,6 +118,13 @@ def test_half_precision_is_as_near_to_float32_as_transformers_is(name: str, dtyp
     reference.to(dtype)
     half = torch.cat([reference_logits(reference, decoding) for decoding in decodings])
     assert (found - exact).square().mean() < 2 * (half.float() - exact).square().mean()
+
+
+@pytest.mark.parametrize("name", ["t5", "t5 v1.1"])
+def test_t5_is_refused_in_float16_which_its_numbers_overflow(name: str, tmp_path: Path) -> None:
+    make_model(name).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"dtype=float16: .* write bfloat16 or float32"):
+        load_model(tmp_path, placement(torch.float16))
 
 
 @pytest.mark.parametrize("name", ["t5", "mbart"])
