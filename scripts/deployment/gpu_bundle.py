@@ -35,8 +35,8 @@ TRITONSERVER = "nvidia-pytriton"
 
 _ROOTS = ("multilora-engine[serve]", "multilora-client")
 _OF_THE_MACHINE = ("torch", "triton", "numpy")
-_NEEDLESS = {("tritonclient", "http"), ("hf-xet", "")}
-"""Packages, with their extras, that nothing imports there: our HTTP is httpx2's, and no hub is reached."""
+_NEEDLESS = {("hf-xet", "")}
+"""Packages, with their extras, that nothing imports there: no hub is reached."""
 
 _PLATFORMS = (*(f"manylinux_2_{minor}" for minor in range(35, 4, -1)), "manylinux2014", "manylinux2010", "manylinux1")
 """Of wheels that run where glibc is 2.35, as tritonserver's does; pip takes each for itself alone."""
