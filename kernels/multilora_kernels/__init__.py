@@ -5,7 +5,7 @@ Public, by purpose:
 - adapters: `LoRATables` say where every adapter's weights lie. `lora_segments` makes the `LoRASegments` once a step:
   which tokens belong to which adapter. `lora_shrink` and `lora_expand` are called once for each fused linear;
   `lora_apply` is both in one call, `updated` is a product of the base with both, `lora_linear` the same of one linear,
-  `activated` that of gate and up with their activation for rows by themselves, and `lora_embedding` is the first half
+  `activated` that of gate and up with their activation on a GPU, and `lora_embedding` is the first half
   for embeddings. `TokenRowTables` of `TokenRows` are an adapter's own rows of embeddings and head.
 - base weights: `PackedWeight`, used by `packed_linear` and `packed_embedding`, with inputs of `activation_dtype`.
   `HugePages` is their memory; `MemoryAhead` takes that memory before it is used.

@@ -142,12 +142,13 @@ def _of_adapters(shapes: OperatorShapes) -> Iterator[Comparison]:
         yield Comparison("lora_shrink", described, partial(_compare_shrink, batch))
         yield Comparison("lora_expand", described, partial(_compare_expand, batch))
         yield Comparison("lora_apply", described, partial(_compare_apply, batch))
-    for rows, activation in itertools.product(of_rows, ("silu", "gelu_tanh")):
+    cut = (*itertools.product(of_rows, (CHUNK_SIZE, ROWS)), (_PROMPT_ROWS, PREFILL_CHUNK_SIZE))
+    for (rows, chunk_size), activation in itertools.product(cut, ("silu", "gelu_tanh")):
         described = (
-            f"{activation}, outputs {shapes.mlp_size}, {rows} rows, "
+            f"{activation}, outputs {shapes.mlp_size}, {rows} rows {_cut(chunk_size)}, "
             f"ranks {_ranks(shapes)}, {shapes.dtype}, {shapes.lora_dtype}"
         )
-        batch = partial(_LoRABatch, shapes, shapes.hidden_size, (shapes.mlp_size,) * 2, rows, ROWS)
+        batch = partial(_LoRABatch, shapes, shapes.hidden_size, (shapes.mlp_size,) * 2, rows, chunk_size)
         yield Comparison("lora_expand_activated", described, partial(_compare_activated, batch, activation))
     for rows in (shapes.num_rows, *_SEGMENTED_ROWS):
         yield Comparison("lora_segments", f"{rows} rows", partial(_compare_segments, rows))

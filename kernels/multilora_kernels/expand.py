@@ -40,9 +40,9 @@ def lora_expand_activated(
 ) -> torch.Tensor:
     """activation(gate) * up of what `lora_expand` would make of gate_up, which stays as it is or gets the update.
 
-    gate_up: [num_tokens, 2 * size], a row's gate before its up. segments: rows, each by itself (`rows_of`). activation:
-    silu or gelu_tanh, for the bits of `silu_mul` or `gelu_tanh_mul` after `lora_expand`. The rest as of `lora_expand`.
-    Returns [num_tokens, size].
+    gate_up: [num_tokens, 2 * size], a row's gate before its up. activation: silu or gelu_tanh, for
+    the bits of `silu_mul` or `gelu_tanh_mul` after `lora_expand`. The rest as of `lora_expand`; the permutation has the
+    base tokens after those of adapters. Returns [num_tokens, size].
     """
     compute = operator("lora_expand_activated", gate_up)
     return compute(v, gate_up, tables, first_slice, size, segments, activation)  # type: ignore[no-any-return]

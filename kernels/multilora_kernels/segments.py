@@ -31,7 +31,7 @@ class LoRASegments(NamedTuple):
         chunk_length        [ 2, 2, 1 ]
         chunk_lora_index    [ 0, 1, 1 ]
 
-    permutation: [num_tokens] int32, the tail after the last chunk is undefined.
+    permutation: [num_tokens] int32, the tail after the last chunk has the base tokens on a GPU, else it is undefined.
     chunk_start, chunk_length, chunk_lora_index: [capacity] int32; capacity depends only on the number of tokens and of
         adapters, so a captured CUDA graph replays for any mix. Chunks past the last have length 0 and lora_index -1.
     num_tokens: rows of the batch.

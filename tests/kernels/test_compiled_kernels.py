@@ -40,7 +40,7 @@ from benchmarks.lora_workloads import LinearShape
 from multilora_kernels import adapter_codes
 from multilora_kernels.cuda import block_sizes
 from multilora_kernels.cuda.decode_attention import decode_kernel
-from multilora_kernels.cuda.expand import blocks_of_a_program, expand_constants, expand_kernel
+from multilora_kernels.cuda.expand import expand_constants, expand_kernel, expand_programs
 from multilora_kernels.cuda.expand_rows import expand_rows_blocks, expand_rows_constants, expand_rows_kernel
 from multilora_kernels.cuda.experts import expert_codes_kernel, expert_floats_kernel, pair_rows_kernel
 from multilora_kernels.cuda.penalties import forbid_kernel, penalise_kernel
@@ -110,6 +110,26 @@ def test_updates_with_their_activation_compile_without_spills(capability, max_ra
         assert used.registers <= (168 if codes == "int4" else 128)
 
 
+@pytest.mark.parametrize("capability", _EVERY_GENERATION)
+@pytest.mark.parametrize(
+    ("chunk_size", "max_rank", "dtype", "codes"),
+    [
+        *((64, 16, "bf16", ""), (64, 16, "fp16", "int8"), (16, 64, "bf16", "")),
+        *(
+            pytest.param(*other, marks=_IS_LONG)
+            for other in (
+                *((64, 16, "fp16", ""), (64, 16, "bf16", "int4"), (64, 16, "fp16", "fp8"), (64, 32, "fp32", "")),
+                *((16, 64, "fp16", "int8"), (16, 64, "bf16", "int4"), (16, 256, "fp32", "")),
+            )
+        ),
+    ],
+)
+def test_updates_of_prompts_with_their_activation_compile_without_spills(
+    capability, chunk_size, max_rank, dtype, codes
+):
+    _check(expand_resources(_GATE_UP, chunk_size, max_rank, dtype, capability, codes, "silu"), capability)
+
+
 def _launches(rows: int, shape: LinearShape, codes: str = "") -> dict[str, tuple[int, int, Resources]]:
     """Programs, bytes of the adapters that all read, and resources of the launches of a step of adapters of rank 16.
 
@@ -159,25 +179,29 @@ def test_steps_of_decodes_read_adapters_in_few_waves_of_many_bytes(rows, codes):
 
 
 def test_expanding_prompts_reads_little_beside_its_outputs_and_ends_soon_where_chunks_are_missing():
-    """A step of 2,048 tokens of one adapter, in tables of 64. Bytes that programs share come from the cache."""
+    """A step of 2,048 tokens of one adapter, in tables of 64. Bytes that programs share come from the cache.
+
+    The update of gate and up activates them.
+    """
     num_tokens, max_loras, processors = 2048, 64, 132
     v_bytes = y_bytes = 0
     for shape in (_QKV, _O, _GATE_UP, _DOWN):
-        used = expand_resources(shape, PREFILL_CHUNK_SIZE, 16, "bf16", 90)
+        activation = "silu" if shape == _GATE_UP else None
+        used = expand_resources(shape, PREFILL_CHUNK_SIZE, 16, "bf16", 90, activation=activation)
         sizes = block_sizes.block_sizes("expand", PREFILL_CHUNK_SIZE, 16, 90, shape.out_features, num_tokens)
         parts = num_parts(shape.in_features, num_tokens)
-        constants = expand_constants(parts, shape.slice_sizes, PREFILL_CHUNK_SIZE, 16, False, sizes)
-        span = blocks_of_a_program(shape.slice_sizes, constants, num_tokens) * constants["BLOCK_N"]
-        programs = sum(-(-size // span) for size in shape.slice_sizes)
+        constants = expand_constants(parts, shape.slice_sizes, PREFILL_CHUNK_SIZE, 16, False, sizes, 0, activation)
+        _, programs = expand_programs(constants, num_tokens)
         num_chunks = num_tokens // PREFILL_CHUNK_SIZE
-        v_bytes += num_chunks * programs * parts * PREFILL_CHUNK_SIZE * 16 * 4
-        y_bytes += 2 * num_tokens * shape.out_features * 2
+        # Of gate and of up.
+        v_bytes += num_chunks * programs * parts * PREFILL_CHUNK_SIZE * 16 * 4 * (2 if activation else 1)
+        y_bytes += (1.5 if activation else 2) * num_tokens * shape.out_features * 2
         missing = capacity_of(num_tokens, max_loras, PREFILL_CHUNK_SIZE) - num_chunks
         assert missing * programs <= 8 * used.programs_at_once * processors, shape
         # What a processor has asked for of the next blocks.
         asked_for = used.programs_at_once * PREFILL_CHUNK_SIZE * constants["BLOCK_N"] * 2
         assert asked_for >= 24 << 10, shape
-    assert v_bytes <= y_bytes / 4
+    assert v_bytes <= y_bytes / 3
 
 
 @pytest.mark.parametrize("codes", ["", *CODE_BITS])
@@ -397,7 +421,7 @@ def test_the_filling_of_inputs_compiles_without_spills(capability):
     ("kernel", "argument"),
     [
         (shrink_kernel, "first_slice"),
-        (expand_kernel, "first_slice blocks"),
+        (expand_kernel, "num_chunks num_tokens first_slice blocks"),
         (shrink_rows_kernel, "first_slice"),
         (expand_rows_kernel, "first_slice"),
         (decode_kernel, "num_distances num_splits split_tiles stride_bm"),

@@ -17,7 +17,7 @@ from benchmarks.lora_workloads import LinearShape
 from multilora_kernels import cuda, load_rows, lora_segments, parts, reference, step_inputs_reference
 from multilora_kernels.cuda import decode_attention, expand, prompt_attention, segments
 from multilora_kernels.kv_rows import SCALE_BYTES, KVCodes, quantize_rows
-from multilora_kernels.segments import reference_segments, rows_of
+from multilora_kernels.segments import capacity_of, reference_segments, rows_of
 from multilora_kernels.step_inputs import StepInputs
 
 _LONG = LinearShape(in_features=2500, slice_sizes=(40, 24))
@@ -348,6 +348,52 @@ def test_rows_with_their_activation_are_those_of_two_operators(implementation, s
     assert torch.equal(actual, apart)
     expected, on_cpu = case.y[:, 5:].double(), v.sum(0, keepdim=True).cpu().double()
     arguments = (1, shape.slice_sizes[1], case.segments, activation)
+    expected = reference.lora_expand_activated(on_cpu, expected, case.tables, *arguments)
+    rtol, atol = (2 * tolerance for tolerance in TOLERANCES[dtype])
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(
+    ("num_tokens", "shape", "max_rank", "lora_dtype", "dtype", "chunk_size", "activation", "base_share"),
+    [
+        (29, _gate_up(75), 70, torch.bfloat16, torch.bfloat16, 16, "silu", 0.3),
+        (12, _gate_up(75, 2500), 16, torch.bfloat16, torch.bfloat16, 64, "gelu_tanh", 0.8),
+        (12, _gate_up(33), 70, torch.bfloat16, torch.bfloat16, 64, "gelu_tanh", 0.8),
+        (40, _gate_up(33), 16, torch.int8, torch.float32, 16, "silu", 1.0),
+        (37, _gate_up(35), 17, torch.float8_e4m3fn, torch.bfloat16, 16, "gelu_tanh", 0.0),
+        (133, _gate_up(141), 16, torch.uint8, torch.float16, 64, "silu", 0.6),
+        (150, _gate_up(40), 16, torch.float32, torch.float32, 16, "silu", 0.05),
+    ],
+)
+@pytest.mark.parametrize("programs", [512, 1])
+def test_chunks_with_their_activation_are_those_of_two_operators(
+    implementation,
+    monkeypatch,
+    num_tokens,
+    shape,
+    max_rank,
+    lora_dtype,
+    dtype,
+    chunk_size,
+    activation,
+    base_share,
+    programs,
+):
+    """Among them steps of the base model alone and of more adapters than the kernel counts at a time. programs: with 1
+    of them, a program takes several blocks of outputs. Of 70 ranks in chunks of 64 the v of both are too much.
+    """
+    monkeypatch.setattr(expand, "_PROGRAMS", programs)
+    ranks = (8, 3, 0, max_rank)
+    popularity = "distinct" if num_tokens in (12, 150) else "zipf"
+    case = make_case(popularity, num_tokens, shape, ranks, lora_dtype, dtype, base_share, magnitudes=True)
+    # The tokens of the base model lie behind those of adapters, as a GPU sorts them.
+    capacity = capacity_of(num_tokens, len(case.tables.rank), chunk_size)
+    case = replace(case, segments=reference_segments(case.mapping, len(case.tables.rank), chunk_size, capacity))
+    v, actual, apart = _activate(implementation, case, activation)
+    assert torch.equal(actual, apart)
+    expected, on_cpu = case.y[:, 5:].double(), v.sum(0, keepdim=True).cpu().double()
+    arguments = (1, shape.slice_sizes[1], case.to("cpu").segments, activation)
     expected = reference.lora_expand_activated(on_cpu, expected, case.tables, *arguments)
     rtol, atol = (2 * tolerance for tolerance in TOLERANCES[dtype])
     torch.testing.assert_close(actual.cpu().double(), expected, rtol=rtol, atol=atol)

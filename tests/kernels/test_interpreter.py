@@ -34,6 +34,7 @@ _SHORT = f"""({_ALL}) and not longest and not skewed and not past_the_dispatcher
      and not (rows_by_themselves and not (shape1- or shape6 or shape9 or shape11))
      and not (alone_and_among_128 and (dtype1 or dtype2))
      and not (rows_with_their_activation and not ((shape1- or shape5) and silu or shape4 and gelu))
+     and not (chunks_with_their_activation and (512 or 150 or 133))
      and not (alone_and_among_others and not dtype0)
      and not (order_of_a_gpu and dtype1)
      and not (part_is_turned and prefill and not (6 and True) and not (2 and False))"""

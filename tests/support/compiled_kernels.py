@@ -197,8 +197,9 @@ def expand_resources(
         return _resources(expand_rows_kernel, of_rows, dtype, capability, _CODE_ARENA.get(codes, _NO_POINTERS))
     is_wide = is_wide_tile(_TORCH_DTYPES[dtype], _TORCH_DTYPES[codes or dtype])
     constants = expand_constants(
-        parts, shape.slice_sizes, chunk_size, max_rank, is_wide, sizes, CODE_BITS.get(codes, 0)
+        parts, shape.slice_sizes, chunk_size, max_rank, is_wide, sizes, CODE_BITS.get(codes, 0), activation
     )
+    constants |= {} if activation else {"out_ptr": None}
     return _resources(expand_kernel, constants, dtype, capability, _CODE_ARENA.get(codes, _NO_POINTERS))
 
 

@@ -30,7 +30,7 @@ from multilora_kernels import (
     route,
     silu_mul,
 )
-from multilora_kernels.segments import ROWS
+from multilora_kernels.interpreter import has_gpu_operators
 from multilora_wire.sites import GATED_MLP, PLAIN_MLP
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -189,8 +189,8 @@ class GatedMLP:
         return self.down.forward(self._activated(x, lora), lora)
 
     def _activated(self, x: torch.Tensor, lora: LoRABatch | None) -> torch.Tensor:
-        # A GPU updates few rows and activates them in one launch, which neither adds a bias nor writes gate and up.
-        if lora is not None and lora.segments.chunk_size == ROWS and self.gate_up.bias is None:
+        # A GPU updates and activates in one launch, which neither adds a bias nor writes gate and up.
+        if lora is not None and self.gate_up.bias is None and has_gpu_operators(x.device):
             return self.gate_up.forward_activated(x, lora, self._activation)
         return self._product(self.gate_up.forward(x, lora))
 

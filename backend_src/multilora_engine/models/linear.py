@@ -35,7 +35,7 @@ class LoRALinear:
         return self.weight.product_with_adapters(x, self.bias, self.first_column, self.slice_sizes, lora)
 
     def forward_activated(self, x: torch.Tensor, lora: LoRABatch, activation: Activation) -> torch.Tensor:
-        """activation(gate) * up, where the slices are these two, there is no bias, and rows are by themselves."""
+        """activation(gate) * up, where the slices are these two and there is no bias; on a GPU."""
         size, _ = self.slice_sizes
         assert self.bias is None
         product = partial(self.weight.product, x, None)

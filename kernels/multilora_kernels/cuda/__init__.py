@@ -4,8 +4,8 @@ attention                                  `paged_attention`, `rotary_attention`
   decode_attention, prompt_attention       for one query each, and for many
   rotation, key_tiles                      the steps before it; softmax sums that grow by tiles
 kv_rows                                    rows of the cache, plain or in codes
-shrink, expand, apply                      the two halves of a LoRA update, and both
-  shrink_rows, expand_rows                 of few rows without a prompt, each by itself; with an activation
+shrink, expand, apply                      the two halves of a LoRA update, with an activation, and both
+  shrink_rows, expand_rows                 of few rows without a prompt, each by itself
   segments, codes                          tokens sorted by adapter; adapters in codes and their order
 quantized, code_values                     linears of codes, and the floats that codes mean
 experts                                    a router's choice, and the chosen experts' MLPs
@@ -22,8 +22,7 @@ from multilora_kernels.cuda.apply import lora_apply
 from multilora_kernels.cuda.attention import paged_attention, rotary_attention
 from multilora_kernels.cuda.codes import order_codes
 from multilora_kernels.cuda.elementwise import add_layer_norm, add_rms_norm, gelu, gelu_tanh, gelu_tanh_mul, silu_mul
-from multilora_kernels.cuda.expand import lora_expand
-from multilora_kernels.cuda.expand_rows import lora_expand_activated
+from multilora_kernels.cuda.expand import lora_expand, lora_expand_activated
 from multilora_kernels.cuda.experts import expert_mlp, route
 from multilora_kernels.cuda.penalties import forbid_tokens, penalise_tokens
 from multilora_kernels.cuda.quantized import quantized_linear

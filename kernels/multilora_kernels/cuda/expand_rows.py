@@ -27,24 +27,8 @@ from multilora_kernels.cuda.codes import (
 from multilora_kernels.cuda.dependent_launch import launches_dependently
 from multilora_kernels.cuda.elementwise import activation_of
 from multilora_kernels.cuda.integers import cdiv, next_power_of_2
-from multilora_kernels.segments import ROWS, LoRASegments
+from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
-
-
-def lora_expand_activated(
-    v: torch.Tensor,
-    gate_up: torch.Tensor,
-    tables: LoRATables,
-    first_slice: int,
-    size: int,
-    segments: LoRASegments,
-    activation: str,
-) -> torch.Tensor:
-    """See `multilora_kernels.expand.lora_expand_activated`."""
-    assert segments.chunk_size == ROWS
-    out = gate_up.new_empty(len(gate_up), size)
-    expand_rows(v, gate_up, tables, first_slice, (size, size), segments, activation=activation, out=out)
-    return out
 
 
 def expand_rows(

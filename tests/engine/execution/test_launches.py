@@ -156,6 +156,23 @@ def test_prompts_beside_decodes_are_attended_to_by_one_kernel_of_each_kind_a_lay
     assert device.launches == _of_layers(LAUNCHES_WITHOUT_ADAPTERS) + Counter(LAUNCHES_OUTSIDE) + of_prompts
 
 
+def test_prompts_with_adapters_are_activated_with_their_update(
+    tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = make_device(monkeypatch)
+    engine = make_engine(tmp_path, default_model_dir)
+    device.serve(monkeypatch)
+    with device:
+        for tasks in ((0,), (None, 0)):
+            for n, task in enumerate(tasks):
+                sampling = SamplingParams(max_tokens=1)
+                engine.add_request(GenerationRequest(f"r{n}", [5, 6, 7], sampling, lora_task_id=task))
+            device.launches.clear()
+            engine.step()
+    of_updates = {"shrink_kernel": 4 * NUM_LAYERS, "expand_kernel": 4 * NUM_LAYERS, "activation_kernel": 0}
+    assert {name: device.launches[name] for name in of_updates} == of_updates
+
+
 def test_a_captured_decode_step_is_a_launch_for_its_inputs_and_the_graph(
     tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
