@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -44,7 +45,9 @@ def compute_steps(
     block_size: int,
     max_num_encoder_tokens: int = 0,
 ) -> int:
-    """Compute one step of each kind, over the first block of a cache that holds nothing yet. Returns their number.
+    """Compute one step of each kind, with an adapter and without. Returns the number of kinds.
+
+    They lie in the first block of a cache that holds nothing yet.
 
     max_num_tokens, max_num_seqs, max_num_encoder_tokens: of a step. max_len: of a sequence. Raises OperatorFault for a
     step that fails.
@@ -64,10 +67,13 @@ def compute_steps(
             is_last = number == len(steps) - 1
             num_source_tokens = max_num_encoder_tokens if is_last else min(max_num_encoder_tokens, sum(query_lens))
             sources = source_lens(model.config.source, num_source_tokens)
+            batch = trial_batch(query_lens, block_size, tables, sources)
             with faults_named(step, kv_cache.keys.device):
-                logits = model.forward(trial_batch(query_lens, block_size, tables, sources), kv_cache)
+                logits = model.forward(batch, kv_cache)
                 _adjust(logits)
                 sample_tokens(logits, [_DRAWN] * len(logits)).tolist()
+                # Kernels of their own compute what adapters' updates compute, too, such as activations.
+                model.forward(replace(batch, lora=None), kv_cache)
     return len(steps)
 
 

@@ -8,13 +8,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.encoder_decoders import assert_as_transformers_reads, change_json, make_model
+from support.encoder_decoders import (
+    Decoding,
+    assert_as_transformers_reads,
+    change_json,
+    make_model,
+    random_tokens,
+    run_alone,
+)
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.loader import load_model
 from multilora_engine.models.registry import read_model_config
 from multilora_engine.models.weights import Placement
 
+CPU = torch.device("cpu")
 STACKS = ("encoder", "decoder")
 
 
@@ -103,6 +111,19 @@ def test_a_checkpoint_may_lack_the_bias_of_logits(name: str, tmp_path: Path) -> 
     del tensors["final_logits_bias"]
     save_file(tensors, tmp_path / "model.safetensors")
     assert_as_transformers_reads(tmp_path)
+
+
+def test_sums_beyond_float16_stay_finite(tmp_path: Path) -> None:
+    model = make_model("mbart")
+    with torch.no_grad():
+        model.model.encoder.layers[0].fc2.weight *= 3e4
+    model.half().save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, Placement(torch.float16, torch.float16, CPU))
+    decoding = Decoding(random_tokens(9, 1), random_tokens(5, 2))
+    assert run_alone(loaded, decoding).isfinite().all()
+    with torch.inference_mode():
+        hidden = model.float().model.encoder(torch.tensor([decoding.source_ids]), output_hidden_states=True)
+    assert max(float(x.abs().max()) for x in hidden.hidden_states[:-1]) > torch.finfo(torch.float16).max
 
 
 def test_a_head_of_its_own_must_be_stored(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ from multilora_client import AsyncClient, Client, ServerUnreachable, Tls
 from multilora_client.cli import app
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 
-DECLARATIONS = Path(__file__).parents[3] / "model_repository" / "generation_unary" / "config.pbtxt"
+REPOSITORY = Path(__file__).parents[3]
+DECLARATIONS = REPOSITORY / "model_repository" / "generation_unary" / "config.pbtxt"
+ADAPTER = REPOSITORY / "adapters" / "pirate"
 MODEL = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -147,6 +149,8 @@ def openai_front(address: str, ca: Path, identity: Identity) -> Iterator[str]:
     command = [sys.executable, "-c", "from multilora_client.cli import main; main()", "--ca", ca, "openai"]
     command += ["--url", f"grpcs://{address}", "--port", "0"]
     command += ["--certificate", identity.certificate, "--key", identity.key]
+    # With adapters of its own it asks for none of the server's.
+    command += ["--adapter", f"pirate={ADAPTER}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         started = next(match for line in process.stderr if (match := re.search(r"serving https://([^/\s]+)", line)))
