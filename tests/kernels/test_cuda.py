@@ -311,7 +311,7 @@ def test_rows_by_themselves_are_those_of_the_reference(implementation, shape, lo
 
 
 def _gate_up(inner: int, in_features: int = 77) -> LinearShape:
-    """Gate and up behind another slice, of which they know nothing."""
+    """Gate and up after another slice, of which they know nothing."""
     return LinearShape(in_features, (5, inner, inner))
 
 
@@ -387,7 +387,7 @@ def test_chunks_with_their_activation_are_those_of_two_operators(
     ranks = (8, 3, 0, max_rank)
     popularity = "distinct" if num_tokens in (12, 150) else "zipf"
     case = make_case(popularity, num_tokens, shape, ranks, lora_dtype, dtype, base_share, magnitudes=True)
-    # The tokens of the base model lie behind those of adapters, as a GPU sorts them.
+    # The tokens of the base model come after those of adapters, as a GPU sorts them.
     capacity = capacity_of(num_tokens, len(case.tables.rank), chunk_size)
     case = replace(case, segments=reference_segments(case.mapping, len(case.tables.rank), chunk_size, capacity))
     v, actual, apart = _activate(implementation, case, activation)

@@ -1,4 +1,4 @@
-"""Behind the warm-up no request waits for a compiler, whatever steps it takes."""
+"""After the warm-up no request waits for a compiler, whatever steps it takes."""
 
 from __future__ import annotations
 
